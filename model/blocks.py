@@ -1,0 +1,93 @@
+"""The parts every layer shares: norm, MLP, rotary table, residual block.
+
+    x -> x + mixer(norm(x)) -> x + mlp(norm(x))
+
+Parameters carry the checkpoint's names; matrices that read the same input are merged at load and
+their output is used through views.
+Shapes: B slots | R rows | H hidden | i this rank's MLP columns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from model.cache import Rows
+from model.config import AttentionConfig
+from parallel.device import Device
+from parallel.linear import ColumnLinear, RowLinear
+
+Params = Mapping[str, Tensor]
+"""Tensors of this rank by name, relative to the module that takes them."""
+
+
+def under(params: Params, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose name starts with `prefix`, without it."""
+    return {name[len(prefix) :]: t for name, t in params.items() if name.startswith(prefix)}
+
+
+class RmsNorm:
+    """Zero-centred RMSNorm: y = x / rms(x) * (1 + weight), in float32."""
+
+    def __init__(self, weight: Tensor, eps: float, device: Device) -> None:
+        self.weight, self.eps, self.ops = weight, eps, device.ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix [2i, H]."""
+
+    def __init__(self, params: Params, device: Device) -> None:
+        merged = torch.cat((params["gate_proj.weight"], params["up_proj.weight"]))
+        self.gate_up_proj = ColumnLinear(merged, device)
+        self.down_proj = RowLinear(params["down_proj.weight"], device)
+        self.ops = device.ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.ops.swiglu(self.gate_up_proj(x)))
+
+
+class Block:
+    """One decoder layer around a mixer (attention or GDN)."""
+
+    def __init__(
+        self,
+        params: Params,
+        mixer: Callable[[Tensor, Rows], Tensor],
+        eps: float,
+        device: Device,
+    ) -> None:
+        self.mixer = mixer
+        self.input_layernorm = RmsNorm(params["input_layernorm.weight"], eps, device)
+        self.post_attention_layernorm = RmsNorm(
+            params["post_attention_layernorm.weight"], eps, device
+        )
+        self.mlp = Mlp(under(params, "mlp."), device)
+
+    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+        """x [B, R, H] -> [B, R, H]."""
+        x = x + self.mixer(self.input_layernorm(x), rows)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class RotaryTable:
+    """cos and sin of every position, float32 [positions, rotary]; NeoX halves.
+
+    Qwen3.5's interleaved multi-axis rotary gives all axes the same position for text, which is
+    this ordinary one (checked against transformers).
+    """
+
+    def __init__(self, config: AttentionConfig, num_positions: int, device: Device) -> None:
+        half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32)
+        inverse = config.rope_theta ** -(half / config.rotary_dim)
+        angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse
+        angle = torch.cat((angle, angle), -1).to(device.torch_device)
+        self.cos, self.sin = angle.cos(), angle.sin()
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B, R] -> cos, sin [B, R, 1, rotary]."""
+        return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)

@@ -1,0 +1,48 @@
+"""The draft: Qwen3.5's multi-token-prediction layer, one full-attention block.
+
+    (embed(x_{t+1}), h_t) -> norms -> fc([e | n]) -> block with its own KV -> norm -> m_t
+
+m_t predicts x_{t+2} through an LM head, and is the hidden of the next pass. Pair t sits at position
+t, the hidden's. With a group of one (the default) no rank waits for another in here.
+Shapes: B slots | R rows | H hidden
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import Attention
+from model.blocks import Block, Params, RmsNorm, under
+from model.cache import KvPages, Rows
+from model.config import ModelConfig
+from parallel.device import Device
+
+
+class MtpDraft:
+    """One rank's draft body; `embedding` [V, H] is its own table or the target's."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        embedding: Tensor,
+        pages: KvPages,
+        device: Device,
+    ) -> None:
+        eps = config.rms_norm_eps
+        self.embed_tokens, self.fc, self.ops = embedding, params["fc.weight"], device.ops
+        self.pre_fc_norm_embedding = RmsNorm(params["pre_fc_norm_embedding.weight"], eps, device)
+        self.pre_fc_norm_hidden = RmsNorm(params["pre_fc_norm_hidden.weight"], eps, device)
+        own = under(params, "layers.0.")
+        mixer = Attention(config, under(own, "self_attn."), pages, 0, device)
+        self.layer = Block(own, mixer, eps, device)
+        self.norm = RmsNorm(params["norm.weight"], eps, device)
+
+    def __call__(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
+        """hidden [B, R, H] after a final norm, tokens [B, R] that follow it -> m [B, R, H]."""
+        e = self.pre_fc_norm_embedding(F.embedding(tokens, self.embed_tokens))
+        n = self.pre_fc_norm_hidden(hidden)
+        y = self.ops.linear(torch.cat((e, n), -1), self.fc)
+        return self.norm(self.layer(y, rows))

@@ -1,0 +1,100 @@
+"""How many bytes one rank holds, by part, before anything is allocated.
+
+    ModelConfig + RunConfig -> MemoryPlan -> pages that fit a budget
+
+The same tables (weights.rules, cache shapes) size the allocation, so the plan is what is allocated;
+a test compares the two. Page 0 is the null page and counts as a page.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from model.config import ConfigError, ModelConfig, RunConfig
+from model.weights import rules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Bytes per rank."""
+
+    parts: dict[str, int]
+    """Weights by part: embedding, target layers, head, draft body, ..."""
+    kv_token_bytes: dict[str, int]
+    """KV of one token: "target" and "draft"."""
+    page_tokens: int
+    slot_bytes: int
+    """States, factors and conv windows of one slot, all GDN layers."""
+    num_slots: int
+    """Slots, the padding slot included."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def kv_page_bytes(self) -> int:
+        return self.page_tokens * sum(self.kv_token_bytes.values())
+
+    def total_bytes(self, num_pages: int) -> int:
+        """Weights, states and `num_pages` KV pages."""
+        return self.weight_bytes + self.slot_bytes * self.num_slots + self.kv_page_bytes * num_pages
+
+    def pages_that_fit(self, budget_bytes: int) -> int:
+        """KV pages left of a budget after weights and states; may be 0 or negative."""
+        return (budget_bytes - self.total_bytes(0)) // self.kv_page_bytes
+
+
+def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
+    """Bytes of one rank. Raises ConfigError when the ranks cannot share the model."""
+    model.check_divides(run.tensor_parallel)
+    parts: dict[str, int] = {}
+    for rule in rules(model, run):
+        num_bytes = math.prod(rule.local_shape) * rule.dtype(run).itemsize
+        parts[rule.part] = parts.get(rule.part, 0) + num_bytes
+    item, a = getattr(torch, run.dtype).itemsize, model.attention
+    kv = {"target": len(model.full_layers) * a.kv_heads_of(run.tensor_parallel)}
+    if run.draft_tokens:
+        kv["draft"] = a.kv_heads_of(run.draft_size)
+    return MemoryPlan(
+        parts=parts,
+        kv_token_bytes={name: heads * 2 * a.head_dim * item for name, heads in kv.items()},
+        page_tokens=run.page_tokens,
+        slot_bytes=_slot_bytes(model, run, item),
+        num_slots=run.max_slots + 1,
+    )
+
+
+def _slot_bytes(model: ModelConfig, run: RunConfig, item: int) -> int:
+    g, size, rows = model.gdn, run.tensor_parallel, run.draft_tokens + 1
+    heads, keys = g.num_v_heads // size, g.num_k_heads // size
+    state = heads * g.head_k_dim * g.head_v_dim
+    factors = rows * (keys * g.head_k_dim + heads * g.head_v_dim + heads)
+    conv = (g.conv_kernel - 1 + rows) * (2 * g.key_dim + g.value_dim) // size
+    return len(model.gdn_layers) * (4 * (state + factors) + item * conv)
+
+
+def pages_for(num_tokens: int, page_tokens: int) -> int:
+    """Pages that hold `num_tokens`."""
+    return -(-num_tokens // page_tokens)
+
+
+def overshoot_rows(draft_tokens: int) -> int:
+    """Rows that iterations may write past a request's last token.
+
+    An iteration writes K+1 rows; the host learns of the end one iteration late at most.
+    """
+    return 2 * (draft_tokens + 1)
+
+
+def check_pages(run: RunConfig, plan: MemoryPlan) -> None:
+    """Raise ConfigError when not even one request of one token fits."""
+    least = 1 + pages_for(2 + overshoot_rows(run.draft_tokens), run.page_tokens)
+    if run.num_pages < least:
+        raise ConfigError(
+            f"cache.num_pages = {run.num_pages}: at least {least} pages of {run.page_tokens} tokens "
+            f"({least * plan.kv_page_bytes} bytes a rank) are needed for the shortest request"
+        )

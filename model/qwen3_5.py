@@ -1,0 +1,51 @@
+"""The target network, top to bottom: embedding, hybrid layers, final norm.
+
+    tokens [B, R] -> embed -> 3 x GDN, attention, ... -> norm -> hidden [B, R, H]
+
+The hidden after the final norm feeds the LM head (parallel/vocab.py) and the draft (mtp.py).
+The embedding table is whole on every rank: a lookup costs no communication.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import Attention
+from model.blocks import Block, Params, RmsNorm, under
+from model.cache import GdnStates, KvPages, Rows
+from model.config import ModelConfig
+from model.gdn import GatedDeltaNet
+from parallel.device import Device
+
+
+class Qwen35:
+    """One rank's share of the target; `params` by the checkpoint's names without their prefix."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        pages: KvPages,
+        states: GdnStates,
+        device: Device,
+    ) -> None:
+        self.embed_tokens = params["embed_tokens.weight"]
+        self.norm = RmsNorm(params["norm.weight"], config.rms_norm_eps, device)
+        self.layers: list[Block] = []
+        for i, kind in enumerate(config.layer_types):
+            own = under(params, f"layers.{i}.")
+            if kind == "full_attention":
+                index = config.full_layers.index(i)
+                mixer = Attention(config, under(own, "self_attn."), pages, index, device)
+            else:
+                index = config.gdn_layers.index(i)
+                mixer = GatedDeltaNet(config, under(own, "linear_attn."), states, index, device)
+            self.layers.append(Block(own, mixer, config.rms_norm_eps, device))
+
+    def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """tokens [B, R] int64 -> hidden after the final norm [B, R, H]."""
+        x = F.embedding(tokens, self.embed_tokens)
+        for layer in self.layers:
+            x = layer(x, rows)
+        return self.norm(x)

@@ -1,0 +1,313 @@
+"""One rank's engine: a table of slots on the host, an Iteration on the device.
+
+    apply(Join, Leave) -> step(): a prefill chunk, then an iteration -> [Progress]
+
+Every rank applies the same commands and reads the same tokens, so each decides ends (EOS, stop id,
+length) for itself and all agree. The only place that reads tensors back is `_collect`.
+Letters: K drafted tokens | R = K+1 rows a slot | B slots of a batch
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.config import RunConfig, load_config
+from model.iteration import Batch, Chunk, Drafter, Iteration
+from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
+from model.step import Join, Leave, Progress, Sampling
+from model.weights import load
+from parallel.device import Device
+
+
+@dataclass(slots=True)
+class Slot:
+    """What the host knows of a request in a slot."""
+
+    join: Join
+    draft_tokens: int
+    prefilled: int = 0
+    emitted: int = 0
+    last: int = -1
+    waiting: int = 0
+    """Rows of its last verify pass; 0 right after prefill."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.join.tokens
+
+    @property
+    def decoding(self) -> bool:
+        return self.prefilled == len(self.join.tokens)
+
+    @property
+    def remaining(self) -> int:
+        return self.join.sampling.max_tokens - self.emitted
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Device work whose results nobody has read yet."""
+
+    first: Tensor | None
+    first_of: list[Slot]
+    targets: Tensor | None
+    kept: Tensor | None
+    batch_of: list[Slot]
+    limits: list[int]
+
+
+class Runner:
+    """Loads a rank's share of the model and runs steps.
+
+    on_load(bytes read, bytes in all) is called while weights load. Raises ConfigError when the
+    checkpoint cannot be run so.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        device: Device,
+        *,
+        on_load: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.run, self.device = run, device
+        self.model = load_config(Path(run.model_dir))
+        check_pages(run, memory_plan(self.model, run))
+        params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
+        with torch.inference_mode():
+            self.iteration = Iteration(self.model, run, params, device)
+        self.run_ahead = device.capabilities.run_ahead
+        self.slots: dict[int, Slot] = {}
+        self._launched: deque[Launched] = deque()
+
+    def warm_up(self) -> None:
+        """Run one short request through everything, so that the first real one is not slower."""
+        run = self.run
+        tokens = [0] * min(2, run.max_model_len - 1)
+        how = Sampling(max_tokens=min(2 * run.draft_tokens + 2, run.max_model_len - len(tokens)))
+        need = len(tokens) + how.max_tokens + overshoot_rows(run.draft_tokens)
+        pages = list(range(1, min(1 + pages_for(need, run.page_tokens), run.num_pages)))
+        self.apply([Join(slot=0, request=-1, tokens=tokens, pages=pages, sampling=how)])
+        while self.has_work:
+            self.step()
+
+    @torch.inference_mode()
+    def apply(self, commands: Sequence[Join | Leave]) -> None:
+        """Fill and empty slots. A Leave of a request that is gone is ignored."""
+        for command in commands:
+            if isinstance(command, Join):
+                assert command.slot not in self.slots, f"slot {command.slot} is taken"
+                wish = command.sampling.draft_tokens
+                most = self.run.draft_tokens
+                self.slots[command.slot] = Slot(command, most if wish is None else min(wish, most))
+                self.iteration.slots.reset(command)
+                self.iteration.states.reset(command.slot)
+            elif self._tenant(command.slot) == command.request:
+                del self.slots[command.slot]
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits for tokens or a result waits to be read."""
+        return bool(self.slots or self._launched)
+
+    @torch.inference_mode()
+    def step(self) -> list[Progress]:
+        """One chunk of prefill if any waits, then one iteration over the decoding slots."""
+        if self.slots:
+            self._launched.append(self._launch())
+        if len(self._launched) > self.run_ahead or not self.slots:
+            return self._collect(self._launched.popleft())
+        return []
+
+    def digest(self) -> int:
+        """63 bits that say who sits where and how far along; equal on all ranks."""
+        table = [
+            (slot, s.join.request, s.prefilled, s.emitted, s.last)
+            for slot, s in sorted(self.slots.items())
+        ]
+        return hash(tuple(table)) & (2**63 - 1)
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's tensors, counting shared storage once."""
+        it = self.iteration
+        caches = [*it.pages.tensors(), *(it.draft_pages.tensors() if it.draft_pages else [])]
+        seen: dict[int, int] = {}
+        _collect_storages(it, seen, set())
+        kv, states = sum(map(_nbytes, caches)), sum(map(_nbytes, it.states.tensors()))
+        own = {t.untyped_storage().data_ptr() for t in (*caches, *it.states.tensors())}
+        small = {t.untyped_storage().data_ptr() for t in _slot_tensors(it)}
+        weights = sum(n for where, n in seen.items() if where not in own | small)
+        return {"weights": weights, "states": states, "kv": kv}
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Draft with something else than the checkpoint's MTP layer (tests force drafts)."""
+        self.iteration.drafter = drafter
+
+    def _tenant(self, slot: int) -> int | None:
+        held = self.slots.get(slot)
+        return held.join.request if held else None
+
+    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device.torch_device)
+
+    def _launch(self) -> Launched:
+        first, first_of = self._launch_prefill()
+        held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.remaining > 0]
+        if not held:
+            return Launched(first, first_of, None, None, [], [])
+        limits = [min(s.draft_tokens, s.remaining - 1) for s in held]
+        targets, kept = self.iteration.iterate(self._batch(held, limits))
+        for slot in held:
+            slot.waiting = targets.shape[1]
+        return Launched(first, first_of, targets, kept, held, limits)
+
+    def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
+        run = self.run
+        k = run.draft_tokens if run.pin_rows else max(limits)
+        sampled = [i for i, s in enumerate(held) if s.join.sampling.temperature > 0]
+        padding = next((n for n in run.batch_buckets if n >= len(held)), len(held)) - len(held)
+        reach = max(len(s.prompt) + s.emitted for s in held) + (self.run_ahead + 1) * (
+            run.draft_tokens + 1
+        )
+        waiting = max(s.waiting for s in held)
+        return Batch(
+            slots=self._ints([s.join.slot for s in held] + [run.max_slots] * padding),
+            limits=self._ints(limits + [0] * padding),
+            num_drafts=k,
+            width=max(1, waiting),
+            waiting=waiting,
+            num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
+            sampled=self._ints(sampled) if sampled else None,
+        )
+
+    def _launch_prefill(self) -> tuple[Tensor | None, list[Slot]]:
+        """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
+        budget = self.run.prefill_chunk
+        taken: list[tuple[Slot, int]] = []
+        width = 0
+        waiting = [s for s in self.slots.values() if not s.decoding]
+        for slot in sorted(waiting, key=lambda s: s.join.request):
+            count = min(len(slot.prompt) - slot.prefilled, budget)
+            if taken and max(width, count) * (len(taken) + 1) > budget:
+                break
+            taken.append((slot, count))
+            width = max(width, count)
+        if not taken:
+            return None, []
+        chunk, ending = self._chunk(taken, width)
+        first = self.iteration.prefill(chunk)
+        for slot, count in taken:
+            slot.prefilled += count
+        return first, ending
+
+    def _chunk(self, taken: list[tuple[Slot, int]], width: int) -> tuple[Chunk, list[Slot]]:
+        tokens, following, ends = [], [], []
+        for i, (slot, count) in enumerate(taken):
+            start, stop = slot.prefilled, slot.prefilled + count
+            padding = [0] * (width - count)
+            tokens.append(slot.prompt[start:stop] + padding)
+            after = slot.prompt[start + 1 : stop + 1]
+            following.append(after + [0] * (width - len(after)))
+            if stop == len(slot.prompt):
+                ends.append(i)
+        counts = [count for _, count in taken]
+        sampled = [j for j, i in enumerate(ends) if taken[i][0].join.sampling.temperature > 0]
+        reach = max(s.prefilled + count for s, count in taken)
+        chunk = Chunk(
+            slots=self._ints([s.join.slot for s, _ in taken]),
+            tokens=self._ints(tokens),
+            following=self._ints(following),
+            first=self._ints([s.prefilled for s, _ in taken]),
+            counts=self._ints(counts),
+            known=self._ints([c - (i in ends) for i, c in enumerate(counts)]),
+            ends=self._ints(ends) if ends else None,
+            num_pages=pages_for(reach, self.run.page_tokens),
+            sampled=self._ints(sampled) if sampled else None,
+        )
+        return chunk, [taken[i][0] for i in ends]
+
+    def _collect(self, launched: Launched) -> list[Progress]:
+        """Read a step's tokens, once; a slot whose tenant has left meanwhile is passed over."""
+        progress = []
+        if launched.first is not None:
+            for slot, token in zip(launched.first_of, launched.first.tolist(), strict=True):
+                progress += self._advance(slot, [token], verified=False)
+        if launched.targets is None or launched.kept is None:
+            return progress
+        rows = zip(
+            launched.batch_of, launched.limits, launched.targets.tolist(), launched.kept.tolist()
+        )
+        for slot, limit, targets, kept in rows:
+            progress += self._advance(slot, targets[:kept], drafted=limit, accepted=kept - 1)
+        return progress
+
+    def _advance(
+        self,
+        slot: Slot,
+        tokens: list[int],
+        *,
+        drafted: int = 0,
+        accepted: int = 0,
+        verified: bool = True,
+    ) -> list[Progress]:
+        """Book a request's new tokens up to its end; frees the slot there."""
+        join = slot.join
+        if self._tenant(join.slot) != join.request:
+            return []
+        tokens = tokens[: slot.remaining]
+        stop = next((i for i, t in enumerate(tokens) if t in join.sampling.stop_ids), None)
+        if stop is not None:
+            tokens = tokens[: stop + 1]
+        slot.emitted += len(tokens)
+        slot.last = tokens[-1]
+        finish = "stop" if stop is not None else "length" if slot.remaining == 0 else None
+        if finish:
+            del self.slots[join.slot]
+        return [
+            Progress(
+                request=join.request,
+                slot=join.slot,
+                tokens=tokens,
+                drafted=drafted,
+                accepted=accepted,
+                verified=verified,
+                finish=finish,
+            )
+        ]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _slot_tensors(iteration: Iteration) -> list[Tensor]:
+    held = vars(iteration.slots).values()
+    rotary = iteration.slots.rotary
+    return [
+        *(t for t in held if isinstance(t, Tensor)),
+        rotary.cos,
+        rotary.sin,
+        iteration.states.kept,
+    ]
+
+
+def _collect_storages(thing: object, seen: dict[int, int], visited: set[int]) -> None:
+    """Every tensor storage reachable from `thing` through its attributes and lists."""
+    if id(thing) in visited:
+        return
+    visited.add(id(thing))
+    if isinstance(thing, Tensor):
+        storage = thing.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(thing, list | tuple):
+        for item in thing:
+            _collect_storages(item, seen, visited)
+    elif type(thing).__module__.startswith(("model.", "parallel.")) and hasattr(thing, "__dict__"):
+        for item in vars(thing).values():
+            _collect_storages(item, seen, visited)

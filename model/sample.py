@@ -1,0 +1,57 @@
+"""Sampling: one token a row from its own distribution, with a random number from (seed, position).
+
+    logits [N, V] -> temperature -> top_k -> top_p -> min_p -> draw(u) -> ids [N]
+
+Rows do not influence each other and nothing is remembered, so a token is the same whatever the
+batch, K or the number of ranks. Letters: N rows | V vocabulary
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """32-bit finaliser of MurmurHash3 (A. Appleby, public domain) on int64 lanes."""
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """seeds, positions [N] int64 -> one number each in (0, 1), float32 [N], 24 bits."""
+    x = _mix(seeds)
+    x = _mix(x ^ _mix((seeds >> 32) + 0x9E3779B9))
+    x = _mix(x + _mix(positions + 0x7F4A7C15))
+    return ((x >> 8).to(torch.float32) + 0.5) * 2.0**-24
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    u: Tensor,
+) -> Tensor:
+    """One id a row by inverse CDF over the ids sorted by probability.
+
+    logits [N, V] float32; temperature (above 0), top_p, min_p, u [N] float32; top_k [N] int64 with
+    0 for all. min_p is relative to the likeliest id. -> [N] int64. Ties sort by id.
+    """
+    ordered, ids = logits.sort(-1, descending=True, stable=True)
+    ordered = (ordered - ordered[:, :1]) / temperature.unsqueeze(1)
+    place = torch.arange(logits.shape[1], device=logits.device)
+    cut_k = (top_k.unsqueeze(1) > 0) & (place >= top_k.unsqueeze(1))
+    probs = torch.softmax(ordered.masked_fill(cut_k, float("-inf")), -1)
+    before = probs.cumsum(-1) - probs
+    keep = (before < top_p.unsqueeze(1)) & (probs >= min_p.unsqueeze(1) * probs[:, :1])
+    keep[:, 0] = True
+    mass = (probs * keep).cumsum(-1)
+    index = (mass <= u.unsqueeze(1) * mass[:, -1:]).sum(-1, keepdim=True)
+    last = keep.sum(-1, keepdim=True) - 1
+    return ids.gather(1, torch.minimum(index, last)).squeeze(1)

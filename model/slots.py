@@ -1,0 +1,107 @@
+"""The slots' numbers on the device: where each request stands and how it samples.
+
+    length P: rows the caches hold      last: token P, not yet a row      kept: rows of the last pass
+    hidden, fresh [X]: the kept rows' hiddens h_t and the tokens x_{t+1} that followed them
+
+They live on the device so that an iteration can be enqueued before the last one was read. The last
+index is the padding slot. Letters: S slots + 1 | X = K+1 rows a pass leaves | N pages a slot may use
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.blocks import RotaryTable
+from model.cache import NULL_PAGE, Rows
+from model.config import ModelConfig, RunConfig
+from model.plan import overshoot_rows, pages_for
+from model.sample import draw, uniform
+from model.step import Join
+from parallel.device import Device
+
+
+class SlotTensors:
+    """Tensors by slot, and the `Rows` of a pass made from them."""
+
+    def __init__(self, model: ModelConfig, run: RunConfig, device: Device) -> None:
+        self.run, self.device = run, device
+        slots, rows = run.max_slots + 1, run.draft_tokens + 1
+        where = device.torch_device
+        positions = run.max_model_len + overshoot_rows(run.draft_tokens)
+        self.max_pages = pages_for(positions, run.page_tokens)
+        self.rotary = RotaryTable(model.attention, positions, device)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=where)
+
+        self.length, self.last, self.kept = integers(slots), integers(slots), integers(slots)
+        self.block_table = integers(slots, self.max_pages)
+        self.fresh = integers(slots, rows)
+        dtype = getattr(torch, run.dtype)
+        self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
+        self.seed, self.top_k = integers(slots), integers(slots)
+        self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
+        self._row = torch.arange(max(rows, run.prefill_chunk), device=where)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.length, self.last, self.kept, self.block_table, self.fresh, self.hidden]
+
+    def reset(self, join: Join) -> None:
+        """Hand a slot to a new request."""
+        slot, how = join.slot, join.sampling
+        self.length[slot], self.kept[slot] = 0, 1
+        pages = torch.tensor(join.pages, dtype=torch.int64)
+        self.block_table[slot].fill_(NULL_PAGE)
+        self.block_table[slot, : len(join.pages)] = pages.to(self.block_table.device)
+        self.seed[slot], self.top_k[slot] = how.seed or 0, how.top_k
+        self.temperature[slot] = how.temperature
+        self.top_p[slot], self.min_p[slot] = how.top_p, how.min_p
+        self.hidden[slot].zero_()
+        self.fresh[slot].zero_()
+
+    def rows(
+        self,
+        slots: Tensor,
+        first: Tensor,
+        counts: Tensor,
+        num_rows: int,
+        num_pages: int,
+        *,
+        waiting: int = 0,
+        prefill: bool = False,
+    ) -> Rows:
+        """Rows `first`, first + 1, ... of each slot; `counts` of them real, the rest padding.
+
+        slots, first, counts [B] int64; num_pages: how much of the block table to look at.
+        """
+        page = self.run.page_tokens
+        row = self._row[:num_rows]
+        table = self.block_table[slots, :num_pages]
+        positions = (first.unsqueeze(1) + row).clamp_(max=self.rotary.cos.shape[0] - 1)
+        owner = table.gather(1, (positions // page).clamp_(max=num_pages - 1))
+        index = (owner * page + positions % page).masked_fill_(row >= counts.unsqueeze(1), 0)
+        cos, sin = self.rotary(positions)
+        return Rows(
+            slots=slots,
+            positions=positions,
+            lengths=first + counts,
+            block_table=table,
+            kv_index=index,
+            counts=counts,
+            cos=cos,
+            sin=sin,
+            waiting=waiting,
+            prefill=prefill,
+        )
+
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """logits [N, V] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N]."""
+        return draw(
+            logits,
+            self.temperature[slots],
+            self.top_k[slots],
+            self.top_p[slots],
+            self.min_p[slots],
+            uniform(self.seed[slots], positions),
+        )

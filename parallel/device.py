@@ -1,0 +1,158 @@
+"""A device as the layers see it: where tensors live, what computes on them, who shares them.
+
+    open_device("cpu", 0, group) -> Device(torch_device, ops, tp, capabilities)
+
+`Ops` is the contract of a backend; backends/cpu.py is its definition in plain torch.
+Shapes: B slots | R rows a slot | H hidden | n, m query and kv heads | d head width
+        k, h key and value heads (GDN) | Dk, Dv their widths | C conv channels | W conv kernel
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.group import Group, alone, shm_available
+
+DEVICE_KINDS = ("cpu", "cuda", "npu")
+
+
+class DeviceError(ValueError):
+    """The device that was asked for is not here, or cannot run this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a backend can do, as data: code asks for these, never for a chip."""
+
+    graphs: bool = False
+    """An iteration can be captured once and replayed."""
+    run_ahead: int = 0
+    """Iterations that may be enqueued before the results of an earlier one are read."""
+
+
+class Ops(Protocol):
+    """Every operation of the model. Weights are [out, in]; norms compute in float32."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., in], weight [out, in] -> [..., out]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Zero-centred RMSNorm over the last dim: x / rms(x) * (1 + weight)."""
+        ...
+
+    def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
+        """GDN output norm: weight * x / rms(x) * act(z); plain weight; in z's dtype."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """gate_up [..., 2i] = [gate | up] -> silu(gate) * up [..., i]."""
+        ...
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first 2r of d: x [B, R, n, d], cos and sin [B, R, 1, 2r], NeoX halves."""
+        ...
+
+    def kv_write(self, pages: Tensor, rows: Tensor, index: Tensor) -> None:
+        """pages [P, page, m, d]; rows [B, R, m, d]; index [B, R]: page * page_tokens + offset."""
+        ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        """Causal attention over pages, scale d^-0.5, softmax in float32.
+
+        q [B, R, n, d]; pages [P, page, m, d]; block_table [B, N]; positions [B, R]; lengths [B].
+        A row sees the keys at positions up to its own and below its slot's length; whatever lies
+        elsewhere in the pages, NaN included, has no influence. -> [B, R, n, d].
+        """
+        ...
+
+    def causal_conv(self, window: Tensor, weight: Tensor, rows: int) -> Tensor:
+        """Depthwise conv and SiLU: window [B, W-1+rows, C], weight [W, C] -> [B, rows, C]."""
+        ...
+
+    def gdn_gates(
+        self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """a, b [B, R, h] -> log decay g = -exp(a_log) softplus(a + dt_bias) and beta, float32."""
+        ...
+
+    def gdn_qk_norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k [B, R, k, Dk] -> float32, length 1 (eps 1e-6 in the root), q times Dk^-0.5."""
+        ...
+
+    def gdn_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gated delta rule over R rows from `state`, in chunk form.
+
+        q, k [B, R, k, Dk]; v [B, R, h, Dv]; g, beta [B, R, h]; state [B, h, Dk, Dv]; float32.
+        -> o [B, R, h, Dv] and delta [B, R, h, Dv]. With k and g, delta is what a row adds to the
+        state; row t's depends on rows up to t only, so any prefix can be folded later.
+        Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.
+        """
+        ...
+
+    def gdn_fold(
+        self, state: Tensor, k: Tensor, delta: Tensor, g: Tensor, kept: Tensor
+    ) -> Tensor:
+        """Advance `state` by the first `kept` [B] rows of their factors; 0 rows leave it as it is.
+
+        S_m = e^{c_m} S_0 + sum_{t <= m} e^{c_m - c_t} k_t delta_t^T, with c the running sum of g.
+        """
+        ...
+
+    def top_row(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [N, v] -> (largest value [N] float32, its first index [N] int64)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What every layer is built with."""
+
+    torch_device: torch.device
+    ops: Ops
+    tp: Group
+    capabilities: Capabilities = Capabilities()
+
+    def local(self) -> Device:
+        """The same device with a group of one: for modules that every rank holds whole."""
+        return replace(self, tp=alone())
+
+
+def open_device(kind: str, index: int, tp: Group) -> Device:
+    """The device of this process. Raises DeviceError when it is not there.
+
+    kind: one of DEVICE_KINDS; index: which of the visible ones (unused on the CPU).
+    """
+    if kind == "cpu":
+        from parallel.backends.cpu import CpuOps
+
+        return Device(torch_device=torch.device("cpu"), ops=CpuOps(), tp=tp)
+    if kind not in DEVICE_KINDS:
+        raise DeviceError(
+            f"device = {kind!r}: one of {', '.join(DEVICE_KINDS)} is needed (cluster.yaml: device)"
+        )
+    raise DeviceError(
+        f"device: {kind} #{index}: this version computes on the CPU only. "
+        f"Set device: cpu in cluster.yaml."
+    )
+
+
+def collective_kind(kind: str) -> str:
+    """How ranks of a device kind meet unless cluster.yaml says otherwise."""
+    if kind == "cpu":
+        return "shm" if shm_available() else "gloo"
+    return {"cuda": "nccl", "npu": "hccl"}[kind]

@@ -1,0 +1,243 @@
+"""Ranks that work on one tensor: sum it, or gather it. One class for each way to meet.
+
+    alone() -- one rank, no communication        threads(n) -- n ranks in one process, for tests
+    connect(store, ...) -- one process a rank: shared memory, gloo, nccl or hccl
+
+Every rank of a group makes the same calls in the same order, and gets the same bits back: sums
+run in rank order. Letters: rank 0..size-1 | x any tensor of one shape on all ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SHM_DIR = Path("/dev/shm")
+SHM_MACHINES = {"x86_64", "AMD64"}
+"""Shared memory relies on stores of one core being seen in order by another."""
+SHM_BUFFER_BYTES = 4 << 20
+
+
+class CollectiveError(RuntimeError):
+    """A rank did not come to a collective in time."""
+
+
+class Group:
+    """A group of one: the base class, and what a whole copy of a module is built with."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of `x` over the ranks; same shape and dtype. `x` may be overwritten."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x` of every rank in rank order: [size, *x.shape]."""
+        return x.unsqueeze(0)
+
+    def close(self) -> None:
+        """Leave the group. No collective may follow."""
+
+
+def alone() -> Group:
+    """The group of one rank."""
+    return Group()
+
+
+class ThreadGroup(Group):
+    """Ranks as threads of one process. Slow and exact; no set-up."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, table: list[Tensor | None]) -> None:
+        self.rank, self.size = rank, len(table)
+        self._meeting, self._table = meeting, table
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._table[self.rank] = x
+        self._meeting.wait()
+        gathered = torch.stack([t for t in self._table if t is not None])
+        self._meeting.wait()
+        return gathered
+
+    def close(self) -> None:
+        self._meeting.abort()
+
+
+def threads(size: int, timeout_s: float = 60.0) -> list[Group]:
+    """One group handle for each of `size` threads."""
+    meeting = threading.Barrier(size, timeout=timeout_s)
+    table: list[Tensor | None] = [None] * size
+    return [ThreadGroup(rank, meeting, table) for rank in range(size)]
+
+
+class ProcessGroup(Group):
+    """Ranks as processes, through torch.distributed."""
+
+    def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float):
+        self.rank, self.size = rank, size
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x.contiguous())
+        return out
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class SharedMemoryGroup(Group):
+    """CPU ranks of one host: each writes its part into a shared mapping, then reads the others'.
+
+    Every rank owns a counter and two buffers, used in turn. Publishing collective n means: the
+    data lies in buffer n % 2 and the counter says n. A rank that has seen everyone's n + 1 knows
+    that everyone has read n, so buffer n % 2 is free again: two buffers suffice. The file is
+    unlinked as soon as all have mapped it, so nothing is left behind however a rank ends.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size, self._timeout_s, self._seq = rank, size, timeout_s, 0
+        head_bytes = 64 * size
+        total = head_bytes + 2 * size * SHM_BUFFER_BYTES
+        if rank == 0:
+            path = SHM_DIR / f"outrider-{secrets.token_hex(8)}"
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, total)
+            except OSError as error:
+                os.close(fd)
+                path.unlink()
+                raise CollectiveError(
+                    f"{SHM_DIR} has no room for {total >> 20} MiB ({error.strerror}): enlarge it "
+                    f"or set parallel.collective: gloo in cluster.yaml"
+                ) from None
+            store.set("shm/path", str(path))
+        else:
+            path = Path(store.get("shm/path").decode())
+            fd = os.open(path, os.O_RDWR)
+        self._map = mmap.mmap(fd, total)
+        os.close(fd)
+        store.add("shm/mapped", 1)
+        if rank == 0:
+            _wait_for_count(store, "shm/mapped", size, timeout_s)
+            path.unlink()
+            store.set("shm/ready", "1")
+        store.wait(["shm/ready"], timedelta(seconds=timeout_s))
+        self._counters = np.frombuffer(self._map, np.int64, head_bytes // 8)[::8]
+        data = torch.frombuffer(self._map, dtype=torch.uint8, offset=head_bytes)
+        self._data = data.view(2, size, SHM_BUFFER_BYTES)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        pieces = [torch.sum(part, 0) for part in self._exchange(flat)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(x.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        pieces = [part.clone() for part in self._exchange(flat)]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        return whole.view(self.size, *x.shape)
+
+    def close(self) -> None:
+        self._counters[self.rank] = np.iinfo(np.int64).min
+
+    def _exchange(self, flat: Tensor):
+        """Yield [size, n] views of everyone's data, a buffer at a time."""
+        step = SHM_BUFFER_BYTES // flat.element_size()
+        for part in flat.split(step) if flat.numel() > step else (flat,):
+            self._seq += 1
+            num_bytes = part.numel() * part.element_size()
+            board = self._data[self._seq & 1][:, :num_bytes].view(flat.dtype)
+            board[self.rank].copy_(part)
+            self._counters[self.rank] = self._seq
+            self._await_all()
+            yield board
+
+    def _await_all(self) -> None:
+        counters, seq = self._counters, self._seq
+        spins, deadline = 0, 0.0
+        for other in range(self.size):
+            while counters[other] < seq:
+                spins += 1
+                if spins < 200:
+                    continue
+                now = time.monotonic()
+                deadline = deadline or now + self._timeout_s
+                if now > deadline or counters[other] < 0:
+                    raise CollectiveError(
+                        f"rank {self.rank}: rank {other} did not come to collective {seq} "
+                        f"within {self._timeout_s:g} s, or has left"
+                    )
+                time.sleep(0 if spins < 20_000 else 0.0005)
+
+
+def shm_available() -> bool:
+    """True where CPU ranks of one host may meet in shared memory."""
+    return platform.machine() in SHM_MACHINES and SHM_DIR.is_dir() and hasattr(os, "posix_fallocate")
+
+
+def host_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:
+    """A rendezvous that listens on `host` at a port the system picks (`.port`)."""
+    return dist.TCPStore(
+        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def join_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
+    """The rendezvous that rank 0 hosts."""
+    return dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def connect(
+    store: dist.Store, rank: int, size: int, kind: str = "shm", timeout_s: float = 120.0
+) -> Group:
+    """Meet the other ranks in `store`; returns when all have come.
+
+    kind is "shm", "gloo", "nccl" or "hccl". Raises CollectiveError or torch's DistError when a
+    rank stays away longer than `timeout_s`.
+    """
+    if size == 1:
+        return alone()
+    if kind == "shm":
+        if not shm_available():
+            raise CollectiveError(
+                f"shared-memory collectives need Linux on x86-64, this is {platform.machine()}: "
+                f"set parallel.collective: gloo in cluster.yaml"
+            )
+        return SharedMemoryGroup(store, rank, size, timeout_s)
+    return ProcessGroup(kind, store, rank, size, timeout_s)
+
+
+def _wait_for_count(store: dist.Store, key: str, count: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (seen := store.add(key, 0)) < count:
+        if time.monotonic() > deadline:
+            with contextlib.suppress(FileNotFoundError):
+                Path(store.get("shm/path").decode()).unlink()
+            raise CollectiveError(f"{seen} of {count} ranks came within {timeout_s:g} s")
+        time.sleep(0.002)

@@ -1,0 +1,169 @@
+"""The network equals transformers on tiny random models: prefill, chunked, step by step, sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.config import RunConfig, load_config
+from model.iteration import Batch, Chunk, Iteration
+from model.step import Join, Sampling
+from model.weights import load
+from parallel.device import open_device
+from parallel.group import alone, threads
+from tests import checkpoints
+from tests.ranks import Team
+
+CONFIGS = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "one kv head": {"num_key_value_heads": 1},
+    "three value heads a key head": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 12,
+        "linear_value_head_dim": 8,
+    },
+    "equal heads": {"linear_num_value_heads": 4, "num_hidden_layers": 8},
+    "two layers a period": {"full_attention_interval": 2},
+}
+TOLERANCE = 1e-5
+
+
+def logits_by(team: Team, ids: list[int], chunks: list[int]) -> torch.Tensor:
+    """All logits of `ids`, prefilled in chunks of the given lengths, rank 0's view."""
+
+    def work(runner):
+        it: Iteration = runner.iteration
+        pages = list(range(1, 33))
+        with torch.inference_mode():
+            join = Join(slot=1, request=0, tokens=ids, pages=pages, sampling=Sampling())
+            it.slots.reset(join)
+            it.states.reset(1)
+            out, start = [], 0
+            for count in chunks:
+                slots = torch.tensor([1])
+                rows = it.slots.rows(
+                    slots, torch.tensor([start]), torch.tensor([count]), count, 32, prefill=True
+                )
+                hidden = it.target(torch.tensor([ids[start : start + count]]), rows)
+                it.states.kept[slots] = 0
+                out.append(it.head.logits(hidden[0]))
+                start += count
+            return torch.cat(out)
+
+    results = team.each(work)
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
+    return results[0]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def case(request, tmp_path_factory):
+    text = checkpoints.config(**CONFIGS[request.param])
+    weights = checkpoints.random_weights(text, seed=3)
+    folder = checkpoints.write(tmp_path_factory.mktemp("oracle"), text, weights)
+    ids = torch.randint(0, 160, (150,), generator=torch.Generator().manual_seed(7)).tolist()
+    with torch.inference_mode():
+        want = checkpoints.transformers_model(text, weights)(torch.tensor([ids])).logits[0]
+    return folder, ids, want
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got - want).abs().max()
+    assert error < TOLERANCE, f"error {error:.2e}, largest logit {want.abs().max():.2f}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_prefill_equals_transformers(case, size: int) -> None:
+    folder, ids, want = case
+    team = Team(folder, tensor_parallel=size, prefill_chunk=256)
+    assert_same(logits_by(team, ids, [len(ids)]), want)
+
+
+@pytest.mark.parametrize("chunks", [[133, *[1] * 17], [1] * 150, [64, 64, 22], [2, 1, 61, 65, 21]])
+def test_chunks_and_steps_equal_transformers(case, chunks: list[int]) -> None:
+    folder, ids, want = case
+    assert_same(logits_by(Team(folder, prefill_chunk=256), ids, chunks), want)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) -> None:
+    """Six rows with wrong tails, m of them kept, then the rows of the true continuation."""
+    folder, ids, want = case
+    team = Team(folder, tensor_parallel=size, prefill_chunk=256, draft_tokens=5)
+
+    def work(runner):
+        it = runner.iteration
+        errors = []
+        with torch.inference_mode():
+            for kept in range(1, 7):
+                pages = list(range(1, 33))
+                it.slots.reset(Join(slot=0, request=0, tokens=ids, pages=pages, sampling=Sampling()))
+                it.states.reset(0)
+                slots, at, waiting = torch.tensor([0]), 40, 0
+                rows = it.slots.rows(
+                    slots, torch.tensor([0]), torch.tensor([at]), at, 32, prefill=True
+                )
+                it.target(torch.tensor([ids[:at]]), rows)
+                for _ in range(4):
+                    tokens = ids[at : at + kept] + [(t + 1) % 160 for t in ids[at + kept : at + 6]]
+                    rows = it.slots.rows(
+                        slots, torch.tensor([at]), torch.tensor([6]), 6, 32, waiting=waiting
+                    )
+                    hidden = it.target(torch.tensor([tokens]), rows)
+                    errors.append((it.head.logits(hidden[0, :kept]) - want[at : at + kept]).abs())
+                    it.states.commit(slots, torch.tensor([kept]))
+                    at, waiting = at + kept, 6
+            return torch.cat(errors).max()
+
+    assert max(team.each(work)) < TOLERANCE
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    text = checkpoints.config()
+    weights = checkpoints.random_weights(text, seed=3)
+    folder = checkpoints.write(tmp_path, text, weights)
+    ids = list(range(60))
+    want = logits_by(Team(folder, prefill_chunk=64), ids, [60])
+    got = logits_by(Team(folder, prefill_chunk=64, dtype="bfloat16"), ids, [60])
+    assert (got - want).norm() / want.norm() < 0.1
+
+
+@pytest.mark.parametrize(("nested", "num_files"), [(True, 1), (False, 1), (True, 3), (False, 2)])
+def test_every_file_layout_gives_the_same_tensors(
+    tmp_path: Path, nested: bool, num_files: int
+) -> None:
+    text = checkpoints.config(tie_word_embeddings=False)
+    weights = checkpoints.random_weights(text, seed=1)
+    folder = checkpoints.write(tmp_path, text, weights, nested=nested, num_files=num_files)
+    run = RunConfig(model_dir=str(folder), num_pages=8)
+    params = load(load_config(folder), run, 0, torch.device("cpu"))
+    assert {n.removeprefix("model."): t.sum().item() for n, t in weights.items()} == {
+        n: t.sum().item() for n, t in params.items()
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shares_put_together_are_the_whole_checkpoint(tmp_path: Path, size: int) -> None:
+    """Every cut tensor's shares, summed over ranks, hold each element exactly once."""
+    text = checkpoints.config(tie_word_embeddings=False, num_key_value_heads=4)
+    weights = checkpoints.random_weights(text, seed=1)
+    folder = checkpoints.write(tmp_path, text, weights, nested=False)
+    run = RunConfig(model_dir=str(folder), num_pages=8, tensor_parallel=size, draft_body="sharded")
+    model = load_config(folder)
+    shares = [load(model, run, rank, torch.device("cpu")) for rank in range(size)]
+    for name, tensor in weights.items():
+        plain = name.removeprefix("model.")
+        whole = sum(share[plain].double().sum().item() for share in shares)
+        copies = 1 if shares[0][plain].shape != tensor.shape else size
+        assert whole == pytest.approx(copies * tensor.double().sum().item(), abs=1e-6), name
+
+
+def test_batch_and_chunk_are_data() -> None:
+    """The seams that a backend replays are plain tensors and ints."""
+    assert {"slots", "limits", "num_drafts"} <= set(Batch.__dataclass_fields__)
+    assert {"slots", "tokens", "counts"} <= set(Chunk.__dataclass_fields__)
+    assert open_device("cpu", 0, alone()).tp.size == 1
+    assert [g.rank for g in threads(3)] == [0, 1, 2]

@@ -1,0 +1,173 @@
+"""Runners for tests: one rank, or several as threads of this process, each with its real share.
+
+    team(folder, tensor_parallel=2, ...) -> Team;   team.run([Request(...), ...]) -> outputs
+
+Threads meet in parallel.group.threads, so a TP run is the real sharded computation without processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.config import RunConfig, load_config
+from model.iteration import Batch, Chunk
+from model.plan import overshoot_rows, pages_for
+from model.runner import Runner
+from model.step import Join, Progress, Sampling
+from parallel.device import open_device
+from parallel.group import alone, threads
+
+
+@dataclass
+class Output:
+    """What one request produced."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    drafted: int = 0
+    accepted: int = 0
+    iterations: int = 0
+    kept: list[int] = field(default_factory=list)
+
+
+class Books:
+    """Pages and outputs of the requests of one test, as the driver would keep them."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.run = run
+        self.free = list(range(1, run.num_pages))
+        self.held: dict[int, list[int]] = {}
+        self.outputs: dict[int, Output] = {}
+
+    def join(self, request: int, slot: int, prompt: Sequence[int], sampling: Sampling) -> Join:
+        need = len(prompt) + sampling.max_tokens + overshoot_rows(self.run.draft_tokens)
+        pages = [self.free.pop() for _ in range(pages_for(need, self.run.page_tokens))]
+        self.held[request], self.outputs[request] = pages, Output()
+        return Join(slot=slot, request=request, tokens=list(prompt), pages=pages, sampling=sampling)
+
+    def book(self, progress: Sequence[Progress]) -> list[int]:
+        """Add tokens; returns slots that became free."""
+        ended = []
+        for p in progress:
+            out = self.outputs[p.request]
+            assert out.finish is None
+            out.tokens += p.tokens
+            out.drafted += p.drafted
+            out.accepted += p.accepted
+            out.iterations += p.verified
+            if p.verified:
+                out.kept.append(p.accepted + 1)
+            if p.finish:
+                out.finish = p.finish
+                self.free += self.held.pop(p.request)
+                ended.append(p.slot)
+        return ended
+
+
+def serve(
+    runner: Runner, requests: Sequence[tuple[Sequence[int], Sampling]], stagger: int = 0
+) -> list[Output]:
+    """Run requests on one rank, joining as slots come free; `stagger` steps between joins."""
+    books = Books(runner.run)
+    free = list(range(runner.run.max_slots))
+    waiting = list(enumerate(requests))
+    steps = 0
+    while waiting or runner.has_work:
+        commands = []
+        while waiting and free and steps >= stagger * waiting[0][0]:
+            request, (prompt, sampling) = waiting.pop(0)
+            commands.append(books.join(request, free.pop(0), prompt, sampling))
+        runner.apply(commands)
+        free = sorted(free + books.book(runner.step() if runner.has_work else []))
+        steps += 1
+        assert steps < 5000, "no progress"
+    assert len(books.free) == runner.run.num_pages - 1, "pages leaked"
+    return [books.outputs[i] for i in range(len(requests))]
+
+
+class Team:
+    """All ranks of one model."""
+
+    def __init__(self, folder: Path, **changes: object) -> None:
+        keys: dict = {
+            "model_dir": str(folder),
+            "max_slots": 4,
+            "max_model_len": 256,
+            "page_tokens": 8,
+            "num_pages": 160,
+            "prefill_chunk": 32,
+            **changes,
+        }
+        self.run_config = RunConfig(**keys)
+        size = self.run_config.tensor_parallel
+        groups = threads(size) if size > 1 else [alone()]
+        self.runners = [Runner(self.run_config, open_device("cpu", 0, g)) for g in groups]
+        self.model = load_config(folder)
+
+    def each(self, work: Callable[[Runner], object]) -> list:
+        """Run `work` on every rank at once; raises what any of them raised."""
+        if len(self.runners) == 1:
+            return [work(self.runners[0])]
+        results: list = [None] * len(self.runners)
+        errors: list[BaseException] = []
+
+        def body(i: int) -> None:
+            try:
+                results[i] = work(self.runners[i])
+            except BaseException as error:
+                errors.append(error)
+                self.runners[i].device.tp.close()
+
+        workers = [threading.Thread(target=body, args=(i,)) for i in range(len(self.runners))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def generate(
+        self, requests: Sequence[tuple[Sequence[int], Sampling]], stagger: int = 0
+    ) -> list[Output]:
+        """Outputs of the requests; asserts that all ranks produced the same."""
+        outputs = self.each(lambda runner: serve(runner, requests, stagger))
+        for other in outputs[1:]:
+            assert other == outputs[0], "ranks disagree"
+        return outputs[0]
+
+
+class ForcedDrafter:
+    """Proposes the known continuation of each prompt, wrong wherever `right` says so.
+
+    right(position of the drafted token in the output, i of the draft) -> bool
+    """
+
+    def __init__(
+        self, runner: Runner, answers: dict[tuple[int, ...], list[int]], right: Callable
+    ) -> None:
+        self.runner, self.answers, self.right = runner, answers, right
+
+    def observe(self, chunk: Chunk, hidden: Tensor) -> None:
+        """Nothing to see."""
+
+    def propose(self, batch: Batch) -> Tensor:
+        vocab = self.runner.model.vocab_size
+        drafts = torch.zeros(len(batch.slots), batch.num_drafts, dtype=torch.int64)
+        for b, slot in enumerate(batch.slots.tolist()):
+            held = self.runner.slots.get(slot)
+            if held is None:
+                continue
+            answer = self.answers[tuple(held.prompt)]
+            done = int(self.runner.iteration.slots.length[slot]) - len(held.prompt) + 1
+            for i in range(batch.num_drafts):
+                token = answer[done + i] if done + i < len(answer) else 0
+                good = self.right(done + i, i)
+                drafts[b, i] = token if good else (token + 1) % vocab
+        return drafts
