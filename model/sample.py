@@ -43,7 +43,7 @@ def draw(
     logits [N, V] float32; temperature (above 0), top_p, min_p, u [N] float32; top_k [N] int64 with
     0 for all. min_p is relative to the likeliest id. -> [N] int64. Ties sort by id.
     """
-    ordered, ids = logits.sort(-1, descending=True, stable=True)
+    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     ordered = (ordered - ordered[:, :1]) / temperature.unsqueeze(1)
     place = torch.arange(logits.shape[1], device=logits.device)
     cut_k = (top_k.unsqueeze(1) > 0) & (place >= top_k.unsqueeze(1))

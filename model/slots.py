@@ -35,7 +35,7 @@ class SlotTensors:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=where)
 
-        self.length, self.last, self.kept = integers(slots), integers(slots), integers(slots)
+        self.length, self.last, self.kept = integers(slots), integers(slots), integers(slots) + 1
         self.block_table = integers(slots, self.max_pages)
         self.fresh = integers(slots, rows)
         dtype = getattr(torch, run.dtype)
@@ -78,7 +78,7 @@ class SlotTensors:
         page = self.run.page_tokens
         row = self._row[:num_rows]
         table = self.block_table[slots, :num_pages]
-        positions = (first.unsqueeze(1) + row).clamp_(max=self.rotary.cos.shape[0] - 1)
+        positions = (first.unsqueeze(1) + row).clamp_(0, self.rotary.cos.shape[0] - 1)
         owner = table.gather(1, (positions // page).clamp_(max=num_pages - 1))
         index = (owner * page + positions % page).masked_fill_(row >= counts.unsqueeze(1), 0)
         cos, sin = self.rotary(positions)
