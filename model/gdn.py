@@ -1,10 +1,10 @@
 """Gated DeltaNet: the linear attention in three of every four Qwen3.5 layers.
 
-    x -> in_proj (q k v | z | b | a) -> causal conv on q k v -> gated delta rule -> gated norm -> out
+    x -> in_proj (q k v | z | b | a) -> causal conv (q k v) -> gated delta rule -> norm * z -> out
 
 Verify: fold what the last pass kept, run R rows in chunk form, leave their factors waiting.
 Prefill: the same rows in chunks, each folded at once. Memory: GdnStates.
-Shapes: B slots | R rows | H hidden | k, h key and value heads of this rank | Dk, Dv | C = 2kDk + hDv
+Shapes: B slots | R rows | H hidden | k, h this rank's key and value heads | C = 2k Dk + h Dv
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class GatedDeltaNet:
         u, z, b, a = self.in_proj(x).split(self.widths, -1)
         window = self.states.window(self.index, rows, u)
         q, k, v = ops.causal_conv(window, self.conv, num_rows).split(self.qkv_widths, -1)
-        q, k = ops.gdn_qk_norm(q.unflatten(-1, (self.k, self.dk)), k.unflatten(-1, (self.k, self.dk)))
+        q, k = ops.gdn_qk_norm(
+            q.unflatten(-1, (self.k, self.dk)), k.unflatten(-1, (self.k, self.dk))
+        )
         v = v.unflatten(-1, (self.h, self.dv)).float()
         g, beta = ops.gdn_gates(a, b, self.a_log, self.dt_bias)
         state = self.states.settle(self.index, rows, self.device)
@@ -61,7 +63,14 @@ class GatedDeltaNet:
         return self.out_proj(y.flatten(-2))
 
     def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, counts: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        counts: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """All rows in chunks; the state advances by the first `counts` [B] of them."""
         ops, outs = self.device.ops, []

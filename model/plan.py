@@ -95,6 +95,6 @@ def check_pages(run: RunConfig, plan: MemoryPlan) -> None:
     least = 1 + pages_for(2 + overshoot_rows(run.draft_tokens), run.page_tokens)
     if run.num_pages < least:
         raise ConfigError(
-            f"cache.num_pages = {run.num_pages}: at least {least} pages of {run.page_tokens} tokens "
-            f"({least * plan.kv_page_bytes} bytes a rank) are needed for the shortest request"
+            f"cache.num_pages = {run.num_pages}: at least {least} pages of {run.page_tokens} tokens"
+            f" ({least * plan.kv_page_bytes} bytes a rank) are needed for the shortest request"
         )

@@ -134,16 +134,16 @@ class Runner:
         return hash(tuple(table)) & (2**63 - 1)
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's tensors, counting shared storage once."""
+        """Bytes this rank holds as weights, states and KV; storage that is shared counts once."""
         it = self.iteration
-        caches = [*it.pages.tensors(), *(it.draft_pages.tensors() if it.draft_pages else [])]
-        seen: dict[int, int] = {}
-        _collect_storages(it, seen, set())
-        kv, states = sum(map(_nbytes, caches)), sum(map(_nbytes, it.states.tensors()))
-        own = {t.untyped_storage().data_ptr() for t in (*caches, *it.states.tensors())}
-        small = {t.untyped_storage().data_ptr() for t in _slot_tensors(it)}
-        weights = sum(n for where, n in seen.items() if where not in own | small)
-        return {"weights": weights, "states": states, "kv": kv}
+        everything = _storages(it)
+        other = _storages([it.slots, it.states, it.pages, it.draft_pages])
+        pages = [it.pages, *([it.draft_pages] if it.draft_pages else [])]
+        return {
+            "weights": sum(n for where, n in everything.items() if where not in other),
+            "states": sum(t.nbytes for t in it.states.tensors()),
+            "kv": sum(t.nbytes for held in pages for t in held.tensors()),
+        }
 
     def use_drafter(self, drafter: Drafter) -> None:
         """Draft with something else than the checkpoint's MTP layer (tests force drafts)."""
@@ -282,32 +282,21 @@ class Runner:
         ]
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _slot_tensors(iteration: Iteration) -> list[Tensor]:
-    held = vars(iteration.slots).values()
-    rotary = iteration.slots.rotary
-    return [
-        *(t for t in held if isinstance(t, Tensor)),
-        rotary.cos,
-        rotary.sin,
-        iteration.states.kept,
-    ]
-
-
-def _collect_storages(thing: object, seen: dict[int, int], visited: set[int]) -> None:
-    """Every tensor storage reachable from `thing` through its attributes and lists."""
-    if id(thing) in visited:
-        return
-    visited.add(id(thing))
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(thing, list | tuple):
-        for item in thing:
-            _collect_storages(item, seen, visited)
-    elif type(thing).__module__.startswith(("model.", "parallel.")) and hasattr(thing, "__dict__"):
-        for item in vars(thing).values():
-            _collect_storages(item, seen, visited)
+def _storages(root: object) -> dict[int, int]:
+    """Address and bytes of every tensor storage reachable from `root` by attributes and lists."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    queue = [root]
+    while queue:
+        thing = queue.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, list | tuple):
+            queue.extend(thing)
+        elif type(thing).__module__.startswith(("model.", "parallel.")):
+            queue.extend(vars(thing).values() if hasattr(thing, "__dict__") else ())
+    return found

@@ -1,10 +1,10 @@
 """The slots' numbers on the device: where each request stands and how it samples.
 
-    length P: rows the caches hold      last: token P, not yet a row      kept: rows of the last pass
+    length P: rows the caches hold     last: token P, not yet a row     kept: rows of the last pass
     hidden, fresh [X]: the kept rows' hiddens h_t and the tokens x_{t+1} that followed them
 
-They live on the device so that an iteration can be enqueued before the last one was read. The last
-index is the padding slot. Letters: S slots + 1 | X = K+1 rows a pass leaves | N pages a slot may use
+On the device, so that an iteration can be enqueued before the last one was read. The last index is
+the padding slot. Letters: S slots + 1 | X = K+1 rows a pass leaves | N pages a slot may use
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Put a request into a free slot. `sampling.seed` is set and `stop_ids` holds the EOS ids too."""
+    """Put a request into a free slot. `sampling` has its seed, and the EOS ids in `stop_ids`."""
 
     slot: int
     request: int

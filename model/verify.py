@@ -1,4 +1,4 @@
-"""Which drafts survive, without any probability: a draft is kept while it equals the target's token.
+"""Which drafts survive, without any probability: those that equal the target's token.
 
     drafts [B, K], targets [B, K+1] -> kept [B] = 1 + length of the agreeing prefix
 

@@ -1,9 +1,9 @@
-"""Checkpoint files -> this rank's tensors. A table of names says what every tensor is and how it is cut.
+"""Checkpoint files -> this rank's tensors, by a table that names every tensor and its cut.
 
-    rules(model, run) -> names, shapes, cuts     Checkpoint -> headers     load(...) -> {name: share}
+    rules(model, run) -> names, shapes, cuts    Checkpoint -> headers    load(...) -> {name: share}
 
-Each rank reads only its own bytes. Every tensor of the files is used once or named as ignored; an
-error lists all differences at once. Names here are the checkpoint's without `model.language_model.`.
+Each rank copies only its own bytes. Every tensor of the files is used once or named as ignored; an
+error lists all differences. Names here are the checkpoint's without `model.language_model.`.
 """
 
 from __future__ import annotations
@@ -241,23 +241,24 @@ def load(
     done, total, params = 0, sum(sizes), {}
     for rule, num_bytes in zip(table, sizes, strict=True):
         share = rank if rule.size > 1 else 0
-        params[rule.name] = _read(checkpoint.slice(rule.name), rule, share).to(
-            device=device, dtype=rule.dtype(run)
-        )
+        tensor = _read(checkpoint.slice(rule.name), rule, share, rule.dtype(run))
+        params[rule.name] = tensor.to(device)
         done += num_bytes
         if on_load:
             on_load(done, total)
     return params
 
 
-def _read(source: Any, rule: Rule, rank: int) -> Tensor:
+def _read(source: Any, rule: Rule, rank: int, dtype: torch.dtype) -> Tensor:
+    """Copy this rank's spans out of the file: a slice alone would keep all of it mapped."""
+    share = torch.empty(rule.local_shape, dtype=dtype)
     if rule.size == 1 or not rule.cut.parts:
-        return source[:]
-    if rule.cut.dim == 0:
-        pieces = [source[a:b] for a, b in rule.cut.spans(rank, rule.size)]
-    else:
-        pieces = [source[:, a:b] for a, b in rule.cut.spans(rank, rule.size)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, rule.cut.dim)
+        return share.copy_(source[:])
+    start, dim = 0, rule.cut.dim
+    for a, b in rule.cut.spans(rank, rule.size):
+        share.narrow(dim, start, b - a).copy_(source[a:b] if dim == 0 else source[:, a:b])
+        start += b - a
+    return share
 
 
 def head_share(table: Tensor, rank: int, size: int) -> Tensor:
@@ -274,7 +275,7 @@ def resolve_model(name_or_dir: str) -> Path:
     if path.is_dir():
         return path.resolve()
     looks_local = name_or_dir.startswith(("/", ".", "~")) or name_or_dir.count("/") != 1
-    if looks_local or path.parent.is_dir() and str(path.parent) != ".":
+    if looks_local or (path.parent.is_dir() and str(path.parent) != "."):
         raise ConfigError(
             f"model = {name_or_dir!r}: no such folder. Set `model` in cluster.yaml or --model to a "
             f"Hugging Face model folder, or to a hub id like owner/name."
@@ -288,6 +289,6 @@ def resolve_model(name_or_dir: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"model = {name_or_dir!r}: neither a local folder nor in the hub's cache, and the hub "
-            f"could not be reached or refused ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"could not be reached, or refused ({type(error).__name__}: {str(error)[:200]}). "
             f"Download it on a machine with a network and set `model` to the folder."
         ) from None

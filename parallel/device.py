@@ -104,9 +104,7 @@ class Ops(Protocol):
         """
         ...
 
-    def gdn_fold(
-        self, state: Tensor, k: Tensor, delta: Tensor, g: Tensor, kept: Tensor
-    ) -> Tensor:
+    def gdn_fold(self, state: Tensor, k: Tensor, delta: Tensor, g: Tensor, kept: Tensor) -> Tensor:
         """Advance `state` by the first `kept` [B] rows of their factors; 0 rows leave it as it is.
 
         S_m = e^{c_m} S_0 + sum_{t <= m} e^{c_m - c_t} k_t delta_t^T, with c the running sum of g.

@@ -196,7 +196,9 @@ class SharedMemoryGroup(Group):
 
 def shm_available() -> bool:
     """True where CPU ranks of one host may meet in shared memory."""
-    return platform.machine() in SHM_MACHINES and SHM_DIR.is_dir() and hasattr(os, "posix_fallocate")
+    return (
+        platform.machine() in SHM_MACHINES and SHM_DIR.is_dir() and hasattr(os, "posix_fallocate")
+    )
 
 
 def host_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:

@@ -2,7 +2,7 @@
 
     team(folder, tensor_parallel=2, ...) -> Team;   team.run([Request(...), ...]) -> outputs
 
-Threads meet in parallel.group.threads, so a TP run is the real sharded computation without processes.
+Threads meet in parallel.group.threads: a TP run is the real sharded computation, no processes.
 """
 
 from __future__ import annotations

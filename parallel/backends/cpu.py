@@ -111,9 +111,7 @@ class CpuOps:
         out = out + ((q @ k.transpose(-1, -2)) * between) @ delta
         return out.transpose(1, 2), delta.transpose(1, 2)
 
-    def gdn_fold(
-        self, state: Tensor, k: Tensor, delta: Tensor, g: Tensor, kept: Tensor
-    ) -> Tensor:
+    def gdn_fold(self, state: Tensor, k: Tensor, delta: Tensor, g: Tensor, kept: Tensor) -> Tensor:
         alive = torch.arange(k.shape[1], device=k.device) < kept.unsqueeze(-1)  # [B, R]
         g = g.masked_fill(~alive.unsqueeze(-1), 0.0)
         to_end = g.flip(1).cumsum(1).flip(1)  # row t: sum of g over t.. [B, R, h]

@@ -39,9 +39,7 @@ def reference(text, weights, model, hidden, tokens, *, positions=None, swapped=F
 
     layer = Qwen3_5DecoderLayer(model.config, text["layer_types"].index("full_attention"))
     prefix = "mtp.layers.0."
-    layer.load_state_dict(
-        {n[len(prefix) :]: t for n, t in weights.items() if n.startswith(prefix)}
-    )
+    layer.load_state_dict({n[len(prefix) :]: t for n, t in weights.items() if n.startswith(prefix)})
     e = norm("pre_fc_norm_embedding")(weights["model.embed_tokens.weight"][tokens])
     n = norm("pre_fc_norm_hidden")(hidden)
     y = torch.cat((n, e) if swapped else (e, n), -1) @ weights["mtp.fc.weight"].t()

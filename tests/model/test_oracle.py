@@ -1,4 +1,4 @@
-"""The network equals transformers on tiny random models: prefill, chunked, step by step, sharded."""
+"""The network equals transformers on tiny random models: prefill, chunks, steps, shards."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) ->
         with torch.inference_mode():
             for kept in range(1, 7):
                 pages = list(range(1, 33))
-                it.slots.reset(Join(slot=0, request=0, tokens=ids, pages=pages, sampling=Sampling()))
+                it.slots.reset(
+                    Join(slot=0, request=0, tokens=ids, pages=pages, sampling=Sampling())
+                )
                 it.states.reset(0)
                 slots, at, waiting = torch.tensor([0]), 40, 0
                 rows = it.slots.rows(

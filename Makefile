@@ -1,0 +1,70 @@
+# Each target sets itself up: a virtual environment in .venv with everything in it, made once and
+# again when pyproject.toml changes. `make demo` and `make test` are all that a newcomer types.
+#
+#   make demo     a prompt through two CPU ranks, with the speculation statistics
+#   make test     the tests that need no device and no network (PYTEST_ARGS="-k name --slow")
+#   make check    ruff, formatting and pyright
+#   make bench    tokens per second here, as JSON on the last line
+#   make clean    remove .venv, caches and build outputs
+#
+# PYTHON       the interpreter to build .venv from, 3.11 or newer
+# TORCH_INDEX  an extra package index for torch, such as PyTorch's own index of CPU wheels
+
+SHELL := /bin/bash
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+RUN := .venv/.installed
+DEV := .venv/.installed-dev
+CODE := actors parallel model benchmarks examples tests
+
+DEMO_PROMPT ?= If you want to write your own template tag,
+export DEMO_PROMPT
+DEMO := $(BIN)/outrider generate --config cluster.yaml --model examples/tiny --echo \
+	--tensor-parallel 2 --draft-tokens 3 --max-tokens 120
+
+.PHONY: demo test check bench clean
+.DELETE_ON_ERROR:
+
+demo: $(RUN)
+	@echo "Two CPU ranks (TP2) share the bundled checkpoint's layers and head; each drafts 3 tokens an"
+	@echo "iteration with its own copy of the draft body. Prompt and continuation, then statistics:"
+	@echo
+	@$(DEMO) --prompt "$$DEMO_PROMPT"
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/pyright
+
+bench: $(DEV)
+	@$(BIN)/python -m benchmarks.bench
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A .venv whose pip does not answer is unfinished or was moved: it is made anew.
+$(RUN): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "error: $(PYTHON) is older than Python 3.11; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 \
+	|| $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv; } \
+	|| { echo "error: $(PYTHON) has no venv module: sudo apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@echo "Installing into .venv (once; a few minutes where nothing is cached) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(DEV): pyproject.toml | $(RUN)
+	@echo "Installing the development tools into .venv ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@

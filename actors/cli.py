@@ -1,0 +1,409 @@
+"""The command line: `outrider generate` and `outrider plan`.
+
+    argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
+
+stderr takes the rest: progress, warnings, Ray's own lines, errors. `main` turns every exception
+into one line and an exit code. What is slow to import (torch, Ray) is imported inside a command,
+so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+if TYPE_CHECKING:
+    from actors.engine import Engine
+    from actors.messages import Completion, RequestStats
+    from model.step import Sampling
+
+FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the engine failed; 2 wrong option, configuration, prompt or checkpoint; "
+    "130 interrupted by Ctrl-C."
+)
+OUR_ROOMS = ("actors", "model", "parallel")
+
+app = typer.Typer(
+    name="outrider",
+    help="Serve Qwen3.5-class models with multi-token-prediction drafts, tensor-parallel on Ray.",
+    epilog=EXIT_CODES,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[
+    Path | None, typer.Option(help="Configuration file.  [default: ./cluster.yaml if there is one]")
+]
+Model = Annotated[str | None, typer.Option(help="Hugging Face folder or hub id.")]
+DraftTokens = Annotated[int | None, typer.Option(help="Tokens drafted an iteration, 0 to 16.")]
+DraftBody = Annotated[str | None, typer.Option(help="Home of the draft body: local or sharded.")]
+TensorParallel = Annotated[int | None, typer.Option(help="Ranks: a process and device each.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.SUB=VALUE", help="Any key of cluster.yaml; repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Errors are one line on stderr."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            args = sys.argv[1:] if argv is None else list(argv)
+            command = typer.main.get_command(app)
+            return (
+                command.main(args or ["--help"], prog_name="outrider", standalone_mode=False) or 0
+            )
+        except (KeyboardInterrupt, typer.Abort):
+            return INTERRUPTED
+        except Exception as error:
+            return _report(error)
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib import metadata
+
+    try:
+        print(f"outrider {metadata.version('outrider')}")
+    except metadata.PackageNotFoundError:
+        print("outrider, run from its sources without an installation")
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command(epilog=EXIT_CODES)
+def generate(
+    config: Config = None,
+    model: Model = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt text; repeatable.")] = None,
+    prompt_ids: Annotated[
+        list[str] | None, typer.Option(metavar="1,2,3", help="Prompt as token ids; repeatable.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to texts.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print a prompt before its text.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this sum.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of sampling.  [default: drawn]")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
+    draft_tokens: DraftTokens = None,
+    draft_body: DraftBody = None,
+    tensor_parallel: TensorParallel = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts, texts before ids: stream the text, then a line of speculation statistics.
+
+    Several prompts run together. With --json: one object per prompt, in their order.
+    """
+    from model.step import Sampling
+
+    prompts: list[str | list[int]] = [*(prompt or []), *map(_token_ids, prompt_ids or [])]
+    if not prompts:
+        raise ValueError("give --prompt TEXT or --prompt-ids 1,2,3")
+    for number, one in enumerate(prompts, 1):
+        if not one:
+            raise ValueError(f"prompt {number} of {len(prompts)} is empty")
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
+    config = _config_file(config)
+    echoes = [_as_text(one) + "," * isinstance(one, list) if echo else "" for one in prompts]
+    inputs = _chat_prompts(config, options, prompts) if chat else prompts
+    with _stdout_kept() as out, _start(config, options) as engine:
+        if as_json:
+            for completion in engine.generate(inputs, sampling):
+                print(json.dumps(_as_dict(completion), ensure_ascii=False), file=out)
+        elif len(inputs) == 1:
+            _stream(engine, echoes[0], inputs[0], sampling, out)
+        else:
+            _print_all(engine, echoes, inputs, sampling, out)
+
+
+@app.command(epilog=EXIT_CODES)
+def plan(
+    config: Config = None,
+    model: Model = None,
+    draft_tokens: DraftTokens = None,
+    draft_body: DraftBody = None,
+    tensor_parallel: TensorParallel = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(min=0, help="Memory of a rank's device.  [default: its share of the host's]"),
+    ] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the bytes each rank will allocate, from config.json alone: no weights, no Ray."""
+    from actors.spec import load_spec
+    from model.config import ConfigError
+    from model.plan import memory_plan
+
+    options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
+    spec = load_spec(_config_file(config), options)
+    model_dir, network = spec.open_model(check_weights=False)
+    run = spec.run_config(network, model_dir, 0)
+    memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
+    if memory_bytes is None and spec.device != "cpu":
+        raise ConfigError(f"device {spec.device}: give the memory of one with --memory-gib")
+    layout = memory_plan(network, run)
+    report = {
+        "model": spec.model,
+        "dtype": run.dtype,
+        "tensor_parallel": run.tensor_parallel,
+        "draft_tokens": run.draft_tokens,
+        "draft_body": run.draft_body,
+        "parts": dict(layout.parts),
+        "weight_bytes": layout.weight_bytes,
+        "kv_token_bytes": {"target": 0, "draft": 0} | layout.kv_token_bytes,
+        "kv_page_bytes": layout.kv_page_bytes,
+        "page_tokens": run.page_tokens,
+        "slot_bytes": layout.slot_bytes,
+        "num_slots": layout.num_slots,
+        "max_model_len": run.max_model_len,
+        "pages_that_fit": max(0, layout.pages_that_fit(spec.page_budget(memory_bytes))),
+    }
+    try:
+        pages = spec.resolve_pages(network, model_dir, memory_bytes)
+        report |= {"num_pages": pages, "total_bytes": layout.total_bytes(pages)}
+    finally:  # the numbers say why it does not fit
+        print(json.dumps(report) if as_json else _plan_table(report))
+
+
+def _plan_table(report: Mapping[str, Any]) -> str:
+    """The report of `plan` for people: a name and a number a line."""
+    kv = report["kv_token_bytes"]
+    rows = [
+        *report["parts"].items(),
+        ("all weights", report["weight_bytes"]),
+        ("KV a token, target", kv["target"]),
+        ("KV a token, draft", kv["draft"]),
+        (f"KV a page of {report['page_tokens']} tokens", report["kv_page_bytes"]),
+        ("state a slot", report["slot_bytes"]),
+        ("pages that fit", report["pages_that_fit"]),
+    ]
+    if "num_pages" in report:
+        what = f"weights, {report['num_slots']} slots, {report['num_pages']} pages"
+        rows.append((what, report["total_bytes"]))
+    width = max(len(name) for name, _ in rows)
+    lines = [
+        f"{report['model']}: {report['dtype']}, {report['tensor_parallel']} ranks, "
+        f"{report['draft_tokens']} drafts an iteration, draft body {report['draft_body']}",
+        f"{'on each rank':{width}}  {'bytes':>15}",
+        *(f"{name:{width}}  {number:>15,}" for name, number in rows),
+    ]
+    return "\n".join(lines)
+
+
+def _config_file(given: Path | None) -> Path | None:
+    from actors.spec import DEFAULT_FILE
+
+    return given or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).is_file() else None)
+
+
+def _options(
+    sets: Sequence[str] | None,
+    model: str | None,
+    draft_tokens: int | None,
+    draft_body: str | None,
+    tensor_parallel: int | None,
+) -> dict[str, Any]:
+    """Overrides of cluster.yaml under dotted keys; a named option wins over --set."""
+    from actors.spec import parse_set
+
+    named = {
+        "model": model,
+        "speculation.draft_tokens": draft_tokens,
+        "speculation.draft_body": draft_body,
+        "parallel.tensor_parallel": tensor_parallel,
+    }
+    given = {key: value for key, value in named.items() if value is not None}
+    return dict(map(parse_set, sets or [])) | given
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        ids = [-1]
+    if any(token < 0 for token in ids):
+        raise ValueError(f'--prompt-ids "{text}": expected token ids like 1,2,3')
+    return ids
+
+
+def _chat_prompts(
+    config: Path | None, options: Mapping[str, Any], prompts: Sequence[str | list[int]]
+) -> list[str | list[int]]:
+    """Texts become the token ids of a user's turn; ids stay as they are."""
+    from actors.spec import load_spec
+    from model.config import ConfigError
+    from model.text import Tokenizer
+
+    model_dir, _ = load_spec(config, options).open_model(check_weights=False)
+    if not Tokenizer.exists(model_dir):
+        raise ConfigError(f"{model_dir}: has no tokenizer, so no chat template; use --prompt-ids")
+    tokenizer = Tokenizer(model_dir)
+    return [
+        tokenizer.apply_chat_template([{"role": "user", "content": one}])
+        if isinstance(one, str)
+        else one
+        for one in prompts
+    ]
+
+
+@contextlib.contextmanager
+def _stdout_kept() -> Iterator[TextIO]:
+    """The real stdout for our answers, while Ray and others that print get stderr."""
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        yield out
+
+
+def _start(config: Path | None, options: Mapping[str, Any]) -> Engine:
+    from actors.engine import Engine
+
+    return Engine.from_config(config, options)
+
+
+def _stream(
+    engine: Engine, echo: str, prompt: str | list[int], sampling: Sampling, out: TextIO
+) -> None:
+    """Print one answer as it comes."""
+    started_s, token_ids, texts, stats = time.perf_counter(), [], [], None
+    print(echo, end="", file=out, flush=True)
+    for chunk in engine.stream(prompt, sampling):
+        print(chunk.text, end="", file=out, flush=True)
+        texts.append(chunk.text)
+        token_ids += chunk.token_ids
+        stats = chunk.stats or stats
+    print("" if any(texts) else _as_text(token_ids), file=out)
+    if stats is not None:
+        print(_statistics([stats], len(token_ids), time.perf_counter() - started_s), file=out)
+
+
+def _print_all(
+    engine: Engine,
+    echoes: Sequence[str],
+    prompts: Sequence[str | list[int]],
+    sampling: Sampling,
+    out: TextIO,
+) -> None:
+    """Print the answers of prompts that ran together, each under a heading."""
+    started_s = time.perf_counter()
+    completions = engine.generate(prompts, sampling)
+    elapsed_s = time.perf_counter() - started_s
+    for number, (echo, one) in enumerate(zip(echoes, completions, strict=True), 1):
+        print(f"--- prompt {number} of {len(completions)} ({one.finish_reason})", file=out)
+        print(f"{echo}{one.text or _as_text(one.token_ids)}", file=out)
+    tokens = sum(len(one.token_ids) for one in completions)
+    print(_statistics([one.stats for one in completions], tokens, elapsed_s), file=out)
+
+
+def _as_text(prompt: str | Sequence[int]) -> str:
+    """A text as it is, token ids as 1,2,3: what a checkpoint without a tokenizer speaks."""
+    return prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
+
+
+def _as_dict(completion: Completion) -> dict[str, Any]:
+    stats = completion.stats
+    return {
+        "prompt_ids": list(completion.prompt_ids),
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stats": {
+            "iterations": stats.iterations,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "accepted_per_position": list(stats.accepted_per_position),
+            "ttft_s": stats.ttft_s,
+            "tpot_s": stats.tpot_s,
+        },
+    }
+
+
+def _statistics(stats: Sequence[RequestStats], tokens: int, elapsed_s: float) -> str:
+    """One line on a run of one or more requests; rates are shares of what was drafted.
+
+    The prefill yields each request's first token, the iterations yield the others.
+    """
+    iterations = sum(one.iterations for one in stats)
+    drafted, accepted = (sum(getattr(one, n) for one in stats) for n in ("drafted", "accepted"))
+    positions = itertools.zip_longest(*(one.accepted_per_position for one in stats), fillvalue=0)
+    by_position = "/".join(f"{100 * sum(p) / max(1, iterations):.0f}" for p in positions)
+    ttft_ms = 1000 * sum(one.ttft_s for one in stats) / len(stats)
+    parts = [
+        f"drafted {drafted}",
+        f"accepted {accepted} ({100 * accepted / max(1, drafted):.0f} %)",
+        f"by position {by_position} %" if by_position and drafted else "",
+        f"{(tokens - len(stats)) / max(1, iterations):.2f} tokens/iteration",
+        f"{tokens / elapsed_s:.0f} tok/s",
+        f"ttft {ttft_ms:.0f} ms",
+    ]
+    return "[" + " | ".join(part for part in parts if part) + "]"
+
+
+def _report(error: Exception) -> int:
+    """Print an exception as one line and return its exit code; our own bugs keep their trace."""
+    usage = getattr(error, "format_message", None)  # what typer raises for wrong options
+    if usage is not None:
+        _say(f"error: {usage().rstrip('.')}; see outrider --help")
+        return USER_ERROR
+    if isinstance(error, ValueError):
+        _say(f"error: {error}")
+        return USER_ERROR
+    ours = type(error).__module__.partition(".")[0] in OUR_ROOMS
+    if not ours and not isinstance(error, ConnectionError):  # the latter: no Ray at ray.address
+        traceback.print_exception(error)
+    elif detail := getattr(error, "detail", ""):
+        print(detail.rstrip(), file=sys.stderr)
+    _say(f"error: {type(error).__name__}: {error}")
+    return FAILED
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], *_: object, **__: object
+) -> None:
+    _say(f"warning: {message}")
+
+
+def _say(text: str) -> None:
+    print(" ".join(text.split()), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,489 @@
+"""The engine's head: admits requests, sends orders to the ranks, hands tokens to whoever waits.
+
+    submit(Request) -> Handle ... scheduler.admit -> Orders -> ranks -> StepEvent -> Handle -> Chunk
+Plain asyncio: an actor, a Serve replica or a test hosts it. It never waits for a rank within an
+iteration. When the ranks die, or stand still for watchdog_s while there is work, it kills them all
+and every open request ends with EngineDeadError. The scheduler keeps prompt and emitted tokens of
+each request, so that fresh ranks could go on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from actors.messages import (
+    Chunk,
+    Completion,
+    EngineClosedError,
+    EngineDeadError,
+    Orders,
+    Request,
+    RequestAbortedError,
+    RequestError,
+    RequestStats,
+)
+from actors.ranks import RankGroup, Ranks
+from actors.scheduler import Entry, Limits, Scheduler
+from actors.spec import Spec
+from model.config import RunConfig
+from model.step import Join, Leave, Progress, Sampling, StepEvent
+from parallel.affinity import pin_process
+
+log = logging.getLogger(__name__)
+ORDER_TOKENS = 1 << 20
+"""Prompt tokens after which a batch of Joins is split, so that Orders fit a wire."""
+
+
+class Stream(Protocol):
+    """Detokenizer of one request: only whole characters come out."""
+
+    def push(self, ids: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
+
+
+class Text(Protocol):
+    """What the driver needs of model.text.Tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def stream(self) -> Stream: ...
+
+
+class Tally:
+    """Counters of one request, or of all of them."""
+
+    def __init__(self, draft_tokens: int) -> None:
+        self.iterations = self.drafted = self.accepted = self.tokens = 0
+        self.per_position = [0] * draft_tokens
+
+    def add(self, progress: Progress) -> None:
+        self.tokens += len(progress.tokens)
+        if progress.verified:
+            self.iterations += 1
+            self.drafted += progress.drafted
+            self.accepted += progress.accepted
+            for position in range(progress.accepted):
+                self.per_position[position] += 1
+
+
+class Handle:
+    """One request as its caller sees it: iterate over chunks, or await the whole `result()`.
+
+    Tokens that arrive while the caller is busy become one chunk; text is made when it is fetched.
+    """
+
+    def __init__(
+        self, entry: Entry, draft_tokens: int, stream: Stream | None, key: str = ""
+    ) -> None:
+        self.request = entry.request
+        self.key = key
+        self.entry = entry
+        self._tally = Tally(draft_tokens)
+        self._stream = stream
+        self._fresh: list[int] = []
+        self._error: Exception | None = None
+        self._ended = False
+        self._news = asyncio.Event()
+        self._submitted_s = time.perf_counter()
+        self._first_s = self._last_s = self._submitted_s
+        self._first_tokens = 0
+
+    def push(self, progress: Progress) -> None:
+        """New tokens from the ranks."""
+        self._last_s = time.perf_counter()
+        if self._tally.tokens == 0:
+            self._first_s, self._first_tokens = self._last_s, len(progress.tokens)
+        self._tally.add(progress)
+        self._fresh += progress.tokens
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._ended:
+            raise StopAsyncIteration
+        while not self._fresh and self.entry.finish is None:
+            await self._news.wait()
+            self._news.clear()
+            if self._error is not None:
+                self._ended = True
+                raise self._error
+        tokens, self._fresh = self._fresh, []
+        finish = self.entry.finish
+        text = self._decode(tokens, finish)
+        self._ended = finish is not None
+        return Chunk(
+            token_ids=tokens,
+            text=text,
+            finish_reason=finish,
+            stats=self.stats() if self._ended else None,
+        )
+
+    async def result(self) -> Completion:
+        """All of the answer that no iteration has taken yet; normally all of it."""
+        tokens, texts, finish = [], [], ""
+        async for chunk in self:
+            tokens += chunk.token_ids
+            texts.append(chunk.text)
+            finish = chunk.finish_reason or ""
+        seed = self.entry.sampling.seed
+        assert seed is not None
+        return Completion(
+            prompt_ids=self.entry.prompt,
+            token_ids=tokens,
+            text="".join(texts),
+            finish_reason=finish,
+            seed=seed,
+            stats=self.stats(),
+        )
+
+    def stats(self) -> RequestStats:
+        tally = self._tally
+        after = tally.tokens - self._first_tokens
+        return RequestStats(
+            iterations=tally.iterations,
+            drafted=tally.drafted,
+            accepted=tally.accepted,
+            accepted_per_position=list(tally.per_position),
+            ttft_s=self._first_s - self._submitted_s,
+            tpot_s=(self._last_s - self._first_s) / after if after else 0.0,
+        )
+
+    def _decode(self, tokens: list[int], finish: str | None) -> str:
+        if self._stream is None:
+            return ""
+        text = self._stream.push(tokens[:-1] if finish == "stop" else tokens)
+        return text + self._stream.finish() if finish else text
+
+
+class Driver:
+    """start() once, then submit at will; close() once. All calls from one event loop."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        ranks: Ranks,
+        *,
+        watchdog_s: float = 60.0,
+        load_text: Callable[[], Text | None] = lambda: None,
+    ) -> None:
+        """load_text runs in a thread while the ranks load; None: prompts are token ids only."""
+        self.limits = limits
+        self.ready = False
+        self._ranks = ranks
+        self._watchdog_s = watchdog_s
+        self._load_text = load_text
+        self._text: Text | None = None
+        self._scheduler = Scheduler(limits)
+        self._handles: dict[int, Handle] = {}
+        self._keys: dict[str, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending: asyncio.Future[None] | None = None
+        self._dead: EngineDeadError | None = None
+        self._due = asyncio.Event()
+        self._leaves: list[Leave] = []
+        self._working = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tally = Tally(limits.draft_tokens)
+        self._counts = {"submitted": 0, "finished": 0, "aborted": 0, "failed": 0}
+        self._steps = 0
+        self._busy_s = 0.0
+        self._started_s = self._alive_s = self._busy_since_s = time.monotonic()
+
+    async def start(self) -> None:
+        """Ready once a token has come through every rank and wire. ConfigError, EngineDeadError."""
+        starting = asyncio.ensure_future(self._ranks.start())
+        try:
+            _, self._text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self._ranks.kill()
+            raise
+        for work in (
+            self._pump(),
+            self._dispatch_due(),
+            self._watch_ranks(),
+            self._watch_progress(),
+        ):
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(self._on_task_end)
+            self._tasks.append(task)
+        await self.submit(Request(prompt=[0], sampling=Sampling(max_tokens=1))).result()
+        self._tally = Tally(self.limits.draft_tokens)
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._steps, self._busy_s, self._started_s = 0, 0.0, time.monotonic()
+        self.ready = True
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request. RequestError (QueueFullError) or EngineDeadError at once."""
+        if self._dead is not None:
+            raise self._dead
+        if request.key in self._keys:
+            raise RequestError(f"key {request.key!r} names an unfinished request already")
+        entry = self._scheduler.add(self.encode(request.prompt), request.sampling)
+        stream = None if self._text is None else self._text.stream()
+        handle = Handle(entry, self.limits.draft_tokens, stream, request.key)
+        self._handles[entry.request] = handle
+        if request.key:
+            self._keys[request.key] = entry.request
+        self._counts["submitted"] += 1
+        self._note_work()
+        self._due.set()
+        return handle
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """All answers, in order. Nothing runs when one of the requests is refused."""
+        handles: list[Handle] = []
+        try:
+            for request in requests:
+                handles.append(self.submit(request))
+            return list(await asyncio.gather(*(handle.result() for handle in handles)))
+        except RequestError as error:
+            if len(requests) == 1:
+                raise
+            where = f"prompt {len(handles) + 1} of {len(requests)}"
+            raise type(error)(f"{where}: {error}") from None
+        finally:
+            for handle in handles:
+                self.abort(handle.request)
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least 1 token")
+        if self._text is None:
+            raise RequestError("this checkpoint has no tokenizer: give the prompt as token ids")
+        return self._text.encode(prompt)
+
+    def abort(self, which: int | str) -> None:
+        """End a request by number or key: its handle raises RequestAbortedError. Unknown: no-op."""
+        request = self._keys.get(which) if isinstance(which, str) else which
+        handle = self._handles.get(request) if request is not None else None
+        if handle is None or self._dead is not None:
+            return
+        leave = self._scheduler.abort(handle.request)
+        handle.fail(RequestAbortedError(f"request {handle.request} was aborted"))
+        self._forget(handle, "aborted")
+        if leave is not None:
+            self._leaves.append(leave)
+        self._due.set()
+
+    def stats(self) -> dict[str, Any]:
+        """Sums since start; tokens_per_s counts the time in which there was work."""
+        now, tally, books = time.monotonic(), self._tally, self._scheduler.books
+        busy_s = self._busy_s + (now - self._busy_since_s if self._working.is_set() else 0.0)
+        return {
+            "uptime_s": now - self._started_s,
+            "busy_s": busy_s,
+            **{f"requests_{name}": count for name, count in self._counts.items()},
+            "queued": self._scheduler.queued,
+            "active": self._scheduler.active,
+            "free_pages": books.free_pages,
+            "num_pages": books.num_pages,
+            "steps": self._steps,
+            "iterations": tally.iterations,
+            "drafted": tally.drafted,
+            "accepted": tally.accepted,
+            "accepted_per_position": list(tally.per_position),
+            "tokens": tally.tokens,
+            "tokens_per_s": tally.tokens / busy_s if busy_s else 0.0,
+        }
+
+    async def drain(self) -> None:
+        """Waits until no request is left."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Open requests end with EngineClosedError; returns when the ranks are gone."""
+        if self._ending is not None:
+            await self._ending
+        await self._end(EngineClosedError("the engine was closed"), self._ranks.stop)
+
+    async def _pump(self) -> None:
+        while True:
+            event = await self._ranks.event()
+            self._take(event)
+
+    def _take(self, event: StepEvent) -> None:
+        self._alive_s = time.monotonic()
+        self._steps += 1
+        ended = False
+        for progress in event.progress:
+            entry = self._scheduler.advance(progress)
+            handle = self._handles.get(progress.request)
+            if entry is None or handle is None:
+                continue  # aborted while this step ran
+            self._tally.add(progress)
+            handle.push(progress)
+            if entry.finish is not None:
+                self._forget(handle, "finished")
+                ended = True
+        if ended:
+            self._dispatch()
+
+    async def _dispatch_due(self) -> None:
+        """One dispatch for all that is submitted and aborted in a turn of the loop."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send the aborts, then whatever can be admitted: it may get what they gave back."""
+        batch: list[Join | Leave] = list(self._leaves)
+        self._leaves.clear()
+        size = 0
+        for join in self._scheduler.admit():
+            batch.append(join)
+            size += len(join.tokens)
+            if size > ORDER_TOKENS:
+                self._ranks.post(Orders(commands=batch))
+                batch, size = [], 0
+        if batch:
+            self._ranks.post(Orders(commands=batch))
+
+    def _forget(self, handle: Handle, why: str) -> None:
+        self._counts[why] += 1
+        del self._handles[handle.request]
+        self._keys.pop(handle.key, None)
+        self._note_work()
+
+    def _note_work(self) -> None:
+        """Keep the clocks of the watchdog and of busy time."""
+        now, working = time.monotonic(), bool(self._handles)
+        if working and not self._working.is_set():
+            self._alive_s = self._busy_since_s = now
+            self._working.set()
+            self._idle.clear()
+        elif not working and self._working.is_set():
+            self._busy_s += now - self._busy_since_s
+            self._working.clear()
+            self._idle.set()
+
+    async def _watch_ranks(self) -> None:
+        raise await self._ranks.ended()
+
+    async def _watch_progress(self) -> None:
+        while True:
+            await self._working.wait()
+            left_s = self._alive_s + self._watchdog_s - time.monotonic()
+            if left_s <= 0:
+                raise EngineDeadError(
+                    f"the ranks made no step for {self._watchdog_s:g} s with "
+                    f"{self._scheduler.active} requests in work (ray.watchdog_s); they were killed"
+                )
+            await asyncio.sleep(left_s)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Whatever ends one of the background tasks ends the engine."""
+        if task.cancelled() or self._dead is not None:
+            return
+        error = task.exception()
+        if not isinstance(error, EngineDeadError):
+            log.error("the driver failed", exc_info=error)
+            error = EngineDeadError(f"the driver failed: {type(error).__name__}: {error}")
+        self._ending = asyncio.ensure_future(self._end(error, self._ranks.kill))
+
+    async def _end(
+        self, error: EngineDeadError, finish: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        if self._dead is None:
+            self._dead = error
+            for handle in list(self._handles.values()):
+                handle.fail(error)
+                self._forget(handle, "failed")
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverSetup:
+    """All that a DriverActor is told."""
+
+    spec: Spec
+    run: RunConfig
+    limits: Limits
+    placement: PlacementGroup
+    name: str
+
+
+@ray.remote
+class DriverActor:
+    """Driver in a Ray worker process of its own, for scripts and jobs. Owns the rank actors."""
+
+    _ranks: RankGroup
+    _driver: Driver
+
+    async def start(self, setup: DriverSetup) -> list[str]:
+        """Returns when requests may come, with what the user should be warned of."""
+        spec = setup.spec
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cpus, mine = spec.rank_cpu_sets(), spec.driver_cpu_set()
+        if mine is not None:
+            pin_process(mine)
+        self._ranks = RankGroup(spec, setup.run, setup.placement, cpus=cpus, name=setup.name)
+        self._driver = Driver(
+            setup.limits,
+            self._ranks,
+            watchdog_s=spec.ray.watchdog_s,
+            load_text=lambda: load_text(Path(setup.run.model_dir)),
+        )
+        await self._driver.start()
+        return [str(warning.message) for warning in caught] + await self._ranks.notes()
+
+    async def progress(self) -> tuple[int, int]:
+        """Bytes loaded and to load, over all ranks; zeros before they know."""
+        try:
+            parts = await self._ranks.stats()
+        except (AttributeError, EngineDeadError):
+            return 0, 0
+        return sum(p["loaded_bytes"] for p in parts), sum(p["total_bytes"] for p in parts)
+
+    async def generate(self, requests: list[Request]) -> list[Completion]:
+        return await self._driver.generate(requests)
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        async for chunk in self._driver.submit(request):
+            yield chunk
+
+    async def abort(self, keys: list[str]) -> None:
+        for key in keys:
+            self._driver.abort(key)
+
+    async def stats(self) -> dict[str, Any]:
+        return self._driver.stats() | {
+            "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
+            "ranks": await self._ranks.stats(),
+        }
+
+    async def close(self) -> None:
+        await self._driver.close()
+
+
+def load_text(model_dir: Path) -> Text | None:
+    """The checkpoint's tokenizer, or None where it has none (then prompts are token ids)."""
+    from model.text import Tokenizer
+
+    return Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None

@@ -1,0 +1,262 @@
+"""The Python API: one Engine is one model on its ranks, from first check to last process.
+
+    from_config: cluster.yaml -> Spec -> checkpoint headers -> Ray -> DriverActor -> ranks
+    generate, stream, stats: calls of the DriverActor          close: undoes from_config, in reverse
+Everything a user can get wrong in file or checkpoint is checked before Ray starts. A cluster that
+this process is connected to (a job, an actor) is used and left running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from actors.driver import DriverActor, DriverSetup
+from actors.messages import (
+    Chunk,
+    Completion,
+    EngineClosedError,
+    EngineDeadError,
+    Request,
+    RequestError,
+    RequestStats,
+)
+from actors.placement import Cluster, bundle_options, bundles, connect_ray, place
+from actors.scheduler import Limits
+from actors.spec import Spec, load_spec
+from model.config import ModelConfig, RunConfig
+from model.plan import overshoot_rows
+from model.step import Sampling
+
+__all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
+
+CLOSE_TIMEOUT_S = 30.0
+MAX_CALLS = 4096
+"""Calls of a driver that may wait at a time; more queue up in Ray."""
+POLL_S = 0.2
+"""Between two looks at the loading progress."""
+
+Prompt = str | list[int]
+OnProgress = Callable[[int, int], None]
+"""(bytes loaded, bytes to load), over all ranks."""
+
+
+class Engine:
+    """Made by `from_config`; close it, or use it as a context manager."""
+
+    def __init__(
+        self, spec: Spec, run: RunConfig, cluster: Cluster, placement: PlacementGroup, driver: Any
+    ) -> None:
+        self.spec = spec
+        self.run = run
+        self._cluster = cluster
+        self._placement = placement
+        self._driver = driver
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | None = None,
+        overrides: Mapping[str, object] | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **more: object,
+    ) -> Engine:
+        """Start an engine. config: a cluster.yaml, None for defaults.
+
+        overrides and keywords win over the file: `draft_tokens=5` or
+        `{"speculation.draft_tokens": 5}`. on_progress is told of the loading; None shows a bar on
+        a terminal. Raises ConfigError for what the user can change, EngineDeadError else.
+        """
+        spec = load_spec(config, {**(overrides or {}), **more})
+        model_dir, model = spec.open_model()
+        run = spec.run_config(model, model_dir, spec.resolve_pages(model, model_dir))
+        cluster = connect_ray(spec)
+        try:
+            return cls._start(spec, model, run, cluster, on_progress)
+        except BaseException:
+            cluster.close()
+            raise
+
+    @classmethod
+    def _start(
+        cls,
+        spec: Spec,
+        model: ModelConfig,
+        run: RunConfig,
+        cluster: Cluster,
+        on_progress: OnProgress | None,
+    ) -> Engine:
+        name = f"outrider:{secrets.token_hex(4)}"
+        placement = place(spec, name)
+        wanted = bundles(spec)
+        options = bundle_options(
+            placement, len(wanted) - 1, wanted[-1], name=f"{name}:driver", env={}
+        )
+        driver: Any = DriverActor.options(max_concurrency=MAX_CALLS, **options).remote()
+        engine = cls(spec, run, cluster, placement, driver)
+        setup = DriverSetup(
+            spec=spec,
+            run=run,
+            limits=limits_of(spec, model, run),
+            placement=placement,
+            name=name,
+        )
+        try:
+            with _progress(on_progress) as report:
+                started = driver.start.remote(setup)
+                while report and not ray.wait([started], timeout=POLL_S)[0]:
+                    report(*_get(driver.progress.remote()))
+                for note in _get(started):
+                    warnings.warn(note, stacklevel=3)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+    ) -> list[Completion]:
+        """Answer prompts (text or token ids) together; returns in their order.
+
+        sampling: one for all, or one each. RequestError when one can never be answered (then none
+        is), EngineDeadError when the ranks die.
+        """
+        texts = _as_prompts(prompts)
+        settings = _as_samplings(sampling, len(texts))
+        requests = [
+            Request(prompt=prompt, sampling=one, key=secrets.token_hex(8))
+            for prompt, one in zip(texts, settings, strict=True)
+        ]
+        with self._aborting(requests):
+            return _get(self._open_driver().generate.remote(requests))
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Chunk]:
+        """Answer one prompt piece by piece. Dropping the iterator aborts the request."""
+        (only,) = _as_prompts(prompt)
+        request = Request(prompt=only, sampling=sampling or Sampling(), key=secrets.token_hex(8))
+        with self._aborting([request]):
+            stream = self._open_driver().stream.options(num_returns="streaming").remote(request)
+            for ref in stream:
+                yield _get(ref)
+
+    def stats(self) -> dict[str, Any]:
+        """Sums over all requests since the start, queue and cache, and a dict per rank."""
+        return _get(self._open_driver().stats.remote())
+
+    def close(self) -> None:
+        """End ranks, driver and a private cluster; open requests fail. Twice does no harm."""
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        if ray.is_initialized():
+            with contextlib.suppress(RayError):
+                ray.get(driver.close.remote(), timeout=CLOSE_TIMEOUT_S)
+            with contextlib.suppress(RayError):
+                ray.kill(driver)
+            remove_placement_group(self._placement)
+        self._cluster.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open_driver(self) -> Any:
+        if self._driver is None:
+            raise EngineClosedError("the engine is closed")
+        return self._driver
+
+    @contextlib.contextmanager
+    def _aborting(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Requests end with their caller: Ctrl-C, an error, a dropped iterator."""
+        try:
+            yield
+        except BaseException as error:
+            if self._driver is not None and not isinstance(error, (RequestError, EngineDeadError)):
+                self._driver.abort.remote([request.key for request in requests])
+            raise
+
+
+def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
+    """What bounds a request of this engine."""
+    return Limits(
+        max_slots=run.max_slots,
+        max_model_len=run.max_model_len,
+        max_queue=spec.limits.max_queue,
+        num_pages=run.num_pages,
+        page_tokens=run.page_tokens,
+        draft_tokens=run.draft_tokens,
+        overshoot_rows=overshoot_rows(run.draft_tokens),
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_ids,
+    )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    texts = [item for item in prompts if not isinstance(item, int)]
+    if ids and texts:
+        raise RequestError(f"prompts mix token ids ({ids[0]}, ...) with whole prompts")
+    if not texts:  # [] too: an empty prompt, which the driver refuses
+        return [ids]
+    return [text if isinstance(text, str) else list(text) for text in texts]
+
+
+def _as_samplings(
+    sampling: Sampling | Sequence[Sampling] | None, num_prompts: int
+) -> list[Sampling]:
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * num_prompts
+    if len(sampling) != num_prompts:
+        raise RequestError(f"{len(sampling)} samplings for {num_prompts} prompts: give one each")
+    return list(sampling)
+
+
+def _get(ref: Any) -> Any:
+    """The result, or the error as it was raised, without Ray's wrapping."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        raise error.cause from None
+    except GetTimeoutError:
+        raise
+    except RayActorError as error:
+        raise EngineDeadError("the driver process died", str(error)) from None
+
+
+@contextlib.contextmanager
+def _progress(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
+    """Who is told of the loading: the caller, a bar on a terminal, or nobody."""
+    if on_progress is not None or not sys.stderr.isatty():
+        yield on_progress
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc="loading weights", unit="B", unit_scale=True, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total or None
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,0 +1,331 @@
+"""One rank: the loop that turns plans into steps, and the actor around it.
+
+    leader (rank 0): inbox -> Plan -> the same Plan to every follower -> burst -> StepEvent a step
+    follower:        Plan -> digest check -> the same burst
+A burst is up to `plan.burst` steps without a word. It ends early, on every rank alike, when no
+work is left or a request finished; the leader grows it while nothing changes. Nothing active: the
+leader sleeps on its inbox, followers on their wire. torch is imported only after pinning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import ray
+
+from actors.messages import Address, DivergenceError, Hello, Orders, Postbox, Wire
+from actors.placement import device_index
+from model.config import RunConfig
+from model.step import Join, Leave, Plan, Progress, StepEvent
+from parallel.affinity import pin_process
+
+if TYPE_CHECKING:
+    from parallel.group import Group
+
+DRIVER = -1
+PLAN_TOKENS = 1 << 20
+"""The leader stops draining its inbox at this many prompt tokens, so that a Plan fits a wire."""
+
+
+class Steps(Protocol):
+    """What the loop needs of model.runner.Runner."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def apply(self, commands: Sequence[Join | Leave]) -> None: ...
+    def step(self) -> list[Progress]: ...
+    def digest(self) -> int: ...
+
+
+class RankLoop:
+    """run() until a Plan says stop. Only the leader has an inbox (and followers to tell)."""
+
+    def __init__(
+        self, runner: Steps, *, wire: Wire, followers: Sequence[Wire] | None, max_burst: int = 1
+    ) -> None:
+        """wire: the driver's (leader) or the leader's (follower). followers None: a follower."""
+        self.iteration = 0
+        self._runner = runner
+        self._wire = wire
+        self._followers = followers
+        self._max_burst = max_burst
+        self._burst = 1
+        self._unstarted: set[int] = set()
+        """Requests that joined and have not yielded a token: their prefill goes on."""
+
+    def run(self) -> None:
+        if self._followers is None:
+            self._follow()
+        else:
+            self._lead(self._followers)
+
+    def _lead(self, followers: Sequence[Wire]) -> None:
+        seq = 0
+        while True:
+            commands, stop = self._orders()
+            if commands or self._unstarted:
+                self._burst = 1
+            plan = Plan(
+                seq=seq,
+                commands=commands,
+                burst=self._burst,
+                digest=self._runner.digest(),
+                stop=stop,
+            )
+            for follower in followers:
+                follower.send(plan)
+            if stop:
+                return
+            seq += 1
+            self._unstarted.update(c.request for c in commands if isinstance(c, Join))
+            self._unstarted.difference_update(c.request for c in commands if isinstance(c, Leave))
+            finished = self._steps(plan)
+            self._burst = 1 if finished else min(self._burst * 2, self._max_burst)
+
+    def _orders(self) -> tuple[list[Join | Leave], bool]:
+        """All that waits in the inbox, in order; sleeps on it when there is nothing else to do."""
+        commands: list[Join | Leave] = []
+        tokens = 0
+        while (not commands and not self._runner.has_work) or self._wire.ready():
+            orders = self._wire.receive(Orders)
+            commands += orders.commands
+            if orders.stop:
+                return commands, True
+            tokens += sum(len(c.tokens) for c in orders.commands if isinstance(c, Join))
+            if tokens > PLAN_TOKENS:
+                break
+        return commands, False
+
+    def _follow(self) -> None:
+        seq = 0
+        while True:
+            plan = self._wire.receive(Plan)
+            mine = self._runner.digest()
+            if plan.seq != seq or plan.digest != mine:
+                raise DivergenceError(
+                    f"plan {plan.seq} of the leader has slot-table digest {plan.digest:#018x}; "
+                    f"this rank is at plan {seq} with {mine:#018x}"
+                )
+            if plan.stop:
+                return
+            seq += 1
+            self._steps(plan)
+
+    def _steps(self, plan: Plan) -> bool:
+        """Apply and run a plan, the same on every rank. True: a request finished."""
+        runner = self._runner
+        runner.apply(plan.commands)
+        for _ in range(plan.burst):
+            if not runner.has_work:
+                break
+            started = perf_counter()
+            progress = runner.step()
+            self.iteration += 1
+            if self._followers is not None:
+                step_s = perf_counter() - started
+                self._wire.send(StepEvent(self.iteration, step_s, progress))
+                self._unstarted.difference_update(p.request for p in progress)
+            if any(p.finish is not None for p in progress):
+                return True
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """All that a rank is told at birth."""
+
+    rank: int
+    size: int
+    epoch: int
+    """Life number of the group: the ranks of one epoch talk to each other only."""
+    run: RunConfig
+    device: str
+    collective: str
+    """Kind of the group, "auto" for the device's own."""
+    cpus: frozenset[int] | None
+    """CPUs to pin every thread to; None pins nothing."""
+    max_burst: int
+    timeout_s: float
+    """Of a collective, and of the ranks' first contact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where a rank lives."""
+
+    node: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks and the driver meet rank 0."""
+
+    host: str
+    store_port: int
+    inbox: Address
+    relays: tuple[Address, ...]
+    """One per follower, rank 1 first."""
+
+
+class Rank:
+    """One rank's life: open, connect, load, run, shutdown. Plain: a test needs no Ray for it."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self.setup = setup
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if setup.cpus is not None:
+            os.environ["OMP_NUM_THREADS"] = str(len(setup.cpus))
+            pin_process(setup.cpus)
+        if setup.device != "npu":
+            os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        self._set_threads()
+        self._post = Postbox()
+        self._store: Any = None
+        self._group: Group | None = None
+        self._runner: Any = None
+        self._inbox: Wire | None = None
+        self._relays: list[Wire] = []
+        self._loop: RankLoop | None = None
+        self._loaded = (0, 0)
+
+    def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
+        """Rank 0: open store and wires, before anything slow. peers: which followers are here."""
+        from parallel.group import host_store
+
+        bind = "127.0.0.1" if all(peers) else host
+        self._store = host_store(bind)
+        self._inbox, inbox = self._post.listen(None if driver_here else host)
+        relays = []
+        for here in peers:
+            wire, address = self._post.listen(None if here else host)
+            self._relays.append(wire)
+            relays.append(address)
+        return Rendezvous(host=bind, store_port=self._store.port, inbox=inbox, relays=tuple(relays))
+
+    def connect(self, meeting: Rendezvous) -> None:
+        """First contact of all wires, then the collective group."""
+        from parallel.device import collective_kind
+        from parallel.group import alone, connect, join_store
+
+        setup = self.setup
+        hello = Hello(epoch=setup.epoch, rank=setup.rank)
+        if setup.rank == 0:
+            assert self._inbox is not None
+            for rank, wire in ((DRIVER, self._inbox), *enumerate(self._relays, start=1)):
+                greet(wire, hello, expect=rank, timeout_s=setup.timeout_s)
+            self._post.hide()
+        else:
+            self._inbox = self._post.connect(meeting.relays[setup.rank - 1])
+            self._inbox.send(hello)
+            self._inbox.receive(Hello, setup.timeout_s)
+        if setup.size == 1:
+            self._group = alone()
+            return
+        if setup.rank != 0:
+            self._store = join_store(meeting.host, meeting.store_port, setup.timeout_s)
+        kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
+        self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
+
+    def load(self, index: int) -> dict[str, int]:
+        """Weights onto device `index`, and warm-up. Returns allocated bytes by part."""
+        from model.runner import Runner
+        from parallel.device import open_device
+
+        assert self._group is not None
+        self._set_threads()
+        device = open_device(self.setup.device, index, self._group)
+        self._runner = Runner(self.setup.run, device, on_load=self._on_load)
+        self._runner.warm_up()
+        if self.setup.cpus is not None:
+            pin_process(self.setup.cpus)
+        return self._runner.allocated_bytes()
+
+    def run(self) -> None:
+        """The one long call: until the driver says stop."""
+        assert self._inbox is not None
+        self._set_threads()
+        self._loop = RankLoop(
+            self._runner,
+            wire=self._inbox,
+            followers=self._relays if self.setup.rank == 0 else None,
+            max_burst=self.setup.max_burst,
+        )
+        self._loop.run()
+
+    def stats(self) -> dict[str, Any]:
+        """Asked from another thread, at any time after birth."""
+        done, total = self._loaded
+        return {
+            "rank": self.setup.rank,
+            "pid": os.getpid(),
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "loaded_bytes": done,
+            "total_bytes": total,
+            "steps": self._loop.iteration if self._loop else 0,
+        }
+
+    def shutdown(self) -> None:
+        self._runner = None
+        if self._group is not None:
+            self._group.close()
+        self._store = None
+        self._post.close()
+
+    def _on_load(self, done: int, total: int) -> None:
+        self._loaded = (done, total)
+
+    def _set_threads(self) -> None:
+        # The OpenMP pool belongs to the calling thread, and Ray may change threads between calls.
+        import torch
+
+        torch.set_num_threads(len(self.setup.cpus or (0,)))
+
+
+def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:
+    """The listening side of first contact."""
+    other = wire.receive(Hello, timeout_s)
+    if other != Hello(epoch=hello.epoch, rank=expect):
+        raise DivergenceError(f"expected rank {expect} of epoch {hello.epoch}, {other} called")
+    wire.send(hello)
+
+
+@ray.remote(concurrency_groups={"stats": 1})  # pyright: ignore[reportCallIssue] not in stubs
+class RankActor:
+    """Rank in a Ray worker process. stats() answers while run() runs.
+
+    wake() rather than __init__: an error of a method reaches the driver as it was raised.
+    """
+
+    _rank: Rank
+
+    def wake(self, setup: RankSetup) -> Location:
+        self._rank = Rank(setup)
+        node = ray.get_runtime_context().get_node_id()
+        return Location(node=node, host=ray.util.get_node_ip_address(), pid=os.getpid())
+
+    def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
+        return self._rank.open(host, peers, driver_here)
+
+    def connect(self, meeting: Rendezvous) -> None:
+        self._rank.connect(meeting)
+
+    def load(self) -> dict[str, int]:
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        return self._rank.load(device_index(self._rank.setup.device, ids, os.environ))
+
+    def run(self) -> None:
+        self._rank.run()
+
+    @ray.method(concurrency_group="stats")
+    def stats(self) -> dict[str, Any]:
+        return self._rank.stats()
+
+    def shutdown(self) -> None:
+        self._rank.shutdown()

@@ -1,0 +1,502 @@
+"""cluster.yaml -> Spec, the frozen configuration of one engine. The only reader of that file.
+
+    file -> dotted keys + overrides ("speculation.draft_tokens") -> types -> cross checks -> Spec
+    Spec + ModelConfig -> pages -> RunConfig, what the model room gets to see
+
+An option wins over the file, the file over the defaults below. `Spec.origins` remembers where each
+value was written, so that an error raised later still names the place to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import os
+import types
+import typing
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from model.config import ConfigError, ModelConfig, RunConfig, load_config
+from model.step import MAX_DRAFT_TOKENS
+from parallel import affinity
+
+DEFAULT_FILE = "cluster.yaml"
+MAX_AUTO_MODEL_LEN = 4096
+COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
+RAY_LAUNCHER_KEYS = {
+    "cluster_name", "provider", "auth", "docker", "available_node_types", "head_node_type",
+    "max_workers", "file_mounts", "setup_commands", "head_setup_commands",
+    "worker_setup_commands", "initialization_commands", "head_start_ray_commands",
+    "worker_start_ray_commands", "upscaling_speed", "idle_timeout_minutes",
+}  # fmt: skip
+
+WORDS: dict[object, str] = {
+    bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"
+}  # fmt: skip
+
+Count = Annotated[int, Meta(ge=1)]
+Amount = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """How many ranks, what joins them, and where they run."""
+
+    tensor_parallel: Count = 2
+    """Ranks of the target model: one process and one device each."""
+    collective: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
+    """What carries tensors between ranks; auto picks by device."""
+    rank_cpus: tuple[str, ...] | Literal["auto"] | None = "auto"
+    """One range a rank ("240-279"); auto: an even split where CPUs suffice; null: no pinning."""
+    driver_cpus: str | None = None
+    """Range of the driver; null leaves it alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationSpec:
+    """How far the draft rides ahead, and where its body lives."""
+
+    draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 3
+    """K, tokens drafted an iteration; 0 is plain decoding."""
+    draft_body: Literal["local", "sharded"] = "local"
+    """local: whole on every rank; sharded: over the target's ranks, as its LM head always is."""
+    pin_rows: bool = False
+    """Plain decoding runs K+1 rows too, so that bfloat16 tokens agree with and without drafts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Paged KV memory of one rank."""
+
+    page_tokens: Count = 16
+    """Tokens a page holds."""
+    num_pages: Count | Literal["auto"] = "auto"
+    """auto: max_slots requests of full length, or what the memory holds if that is less."""
+    max_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.84
+    """Share of a rank's memory that weights, states and pages may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsSpec:
+    """How much work is in flight at a time."""
+
+    max_slots: Count = 8
+    """Requests that decode together."""
+    max_model_len: Count | Literal["auto"] = "auto"
+    """Prompt + answer, in tokens; auto: what the model allows, at most 4096."""
+    prefill_chunk: Count = 512
+    """Prompt tokens a step takes before the decoding requests get their turn."""
+    max_queue: Count = 1024
+    """Requests that may wait for a slot; more are refused."""
+    max_burst: Count = 4
+    """Iterations the ranks run without a new plan."""
+    batch_buckets: tuple[Count, ...] = ()
+    """Batch sizes an iteration is padded to, rising, the last = max_slots; empty: no padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySpec:
+    """Which Ray cluster, and how long to wait for it."""
+
+    address: str | None = None
+    """null: the cluster this process is connected to, else a private one that ends with it."""
+    namespace: str = "outrider"
+    """Ray namespace of the actors."""
+    placement_timeout_s: Seconds = 30.0
+    """Longest wait for free devices and CPUs."""
+    start_timeout_s: Seconds = 300.0
+    """Longest wait for all ranks to load and answer."""
+    watchdog_s: Seconds = 60.0
+    """A rank without progress for so long, while it has work, counts as stuck."""
+    collective_timeout_s: Seconds = 120.0
+    """Longest wait of one rank for another inside a collective."""
+    object_store_bytes: Annotated[int, Meta(ge=75 << 20)] = 100 << 20
+    """Object store of a private cluster; tensors never pass through it. Ray's minimum: 75 MiB."""
+    cpus_per_rank: Amount = 1
+    """Ray's CPU count of a rank: the rank's resource on `cpu`, beside the device elsewhere."""
+
+
+SECTIONS = {
+    "parallel": ParallelSpec,
+    "speculation": SpeculationSpec,
+    "cache": CacheSpec,
+    "limits": LimitsSpec,
+    "ray": RaySpec,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """All of cluster.yaml. `load_spec` makes one and checks it."""
+
+    model: str
+    """A local Hugging Face folder or a hub id; a relative folder counts from the file."""
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    """Device kind of every rank."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights, activations and KV; auto: float32 on cpu, bfloat16 elsewhere."""
+    parallel: ParallelSpec = ParallelSpec()
+    speculation: SpeculationSpec = SpeculationSpec()
+    cache: CacheSpec = CacheSpec()
+    limits: LimitsSpec = LimitsSpec()
+    ray: RaySpec = RaySpec()
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Dotted key -> where it was written, for errors; no key of the file."""
+
+    def error(self, key: str, rule: str) -> ConfigError:
+        """The error for the value under a dotted key: value, rule and place to change it."""
+        value = functools.reduce(getattr, key.split("."), self)
+        return _error(key, value, self.origins.get(key, "default"), rule)
+
+    @property
+    def resolved_dtype(self) -> str:
+        """dtype with "auto" replaced."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    def rank_cpu_sets(
+        self, allowed: frozenset[int] | None = None
+    ) -> tuple[frozenset[int] | None, ...]:
+        """The CPUs of each rank, None where it is not pinned. Call it on the ranks' own machine.
+
+        allowed: CPUs this machine lets us use; None asks the system. Raises ConfigError when a
+        configured range has none of them, warns when it has only some.
+        """
+        size, ranges = self.parallel.tensor_parallel, self.parallel.rank_cpus
+        allowed = affinity.allowed_cpus() if allowed is None else allowed
+        if ranges == "auto":
+            if not affinity.can_pin() or len(allowed) < size:
+                return (None,) * size
+            return affinity.split_evenly(allowed, size)
+        if ranges is None:
+            return (None,) * size
+        return tuple(self._usable("parallel.rank_cpus", text, allowed) for text in ranges)
+
+    def driver_cpu_set(self, allowed: frozenset[int] | None = None) -> frozenset[int] | None:
+        """The CPUs of the driver, None where it is not pinned; as `rank_cpu_sets`."""
+        if self.parallel.driver_cpus is None:
+            return None
+        allowed = affinity.allowed_cpus() if allowed is None else allowed
+        return self._usable("parallel.driver_cpus", self.parallel.driver_cpus, allowed)
+
+    def _usable(self, key: str, text: str, allowed: frozenset[int]) -> frozenset[int]:
+        wanted = affinity.parse_cpu_range(text)
+        try:
+            usable = affinity.usable_cpus(wanted, allowed)
+        except affinity.AffinityError as problem:
+            raise self.error(key, str(problem)) from None
+        if usable != wanted:
+            outside = affinity.format_cpus(wanted - usable)
+            warnings.warn(f'{key}: "{text}": CPUs {outside} are not available here', stacklevel=3)
+        return usable
+
+    def open_model(self, *, check_weights: bool = True) -> tuple[Path, ModelConfig]:
+        """Find the checkpoint and check that it fits this spec; reads headers, never weights.
+
+        Raises ConfigError for a missing folder, a foreign architecture, counts that the ranks do
+        not divide, and (with check_weights) tensors that are missing, unused or mis-shaped.
+        """
+        from model import weights  # torch comes with it
+
+        model_dir = weights.resolve_model(self.model)
+        model = load_config(model_dir)
+        model.check_divides(self.parallel.tensor_parallel)
+        run = self.run_config(model, model_dir, 0)
+        if check_weights:
+            weights.check_weights(model_dir, model, run)
+        return model_dir, model
+
+    def max_model_len(self, model: ModelConfig) -> int:
+        """limits.max_model_len with "auto" replaced. Raises ConfigError beyond the model's own."""
+        most = model.max_position_embeddings
+        if self.limits.max_model_len == "auto":
+            return min(most, MAX_AUTO_MODEL_LEN)
+        if self.limits.max_model_len > most:
+            rule = f"at most {most}, max_position_embeddings in {model.source}"
+            raise self.error("limits.max_model_len", rule)
+        return self.limits.max_model_len
+
+    def run_config(self, model: ModelConfig, model_dir: Path, num_pages: int) -> RunConfig:
+        """What one rank's runner needs. Raises ConfigError when the model cannot do as told."""
+        if self.speculation.draft_tokens and not model.num_mtp_layers:
+            rule = f"must be 0: {model.source} has no MTP layer to draft with"
+            raise self.error("speculation.draft_tokens", rule)
+        return RunConfig(
+            model_dir=str(model_dir),
+            dtype=self.resolved_dtype,
+            tensor_parallel=self.parallel.tensor_parallel,
+            draft_tokens=self.speculation.draft_tokens,
+            draft_body=self.speculation.draft_body,
+            max_slots=self.limits.max_slots,
+            max_model_len=self.max_model_len(model),
+            page_tokens=self.cache.page_tokens,
+            num_pages=num_pages,
+            prefill_chunk=self.limits.prefill_chunk,
+            batch_buckets=self.limits.batch_buckets,
+            pin_rows=self.speculation.pin_rows,
+        )
+
+    def page_budget(self, memory_bytes: int | None = None) -> int:
+        """Bytes a rank may use. memory_bytes: of one rank; None: its share of the free host's."""
+        if memory_bytes is None:
+            memory_bytes = free_host_bytes() // self.parallel.tensor_parallel
+        return int(memory_bytes * self.cache.max_memory_utilization)
+
+    def resolve_pages(
+        self, model: ModelConfig, model_dir: Path, memory_bytes: int | None = None
+    ) -> int:
+        """cache.num_pages with "auto" replaced, the null page included; memory as `page_budget`.
+
+        Raises ConfigError when too few pages fit to be of use, or fewer than were asked for.
+        """
+        from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
+
+        run = self.run_config(model, model_dir, 0)
+        plan, budget = memory_plan(model, run), self.page_budget(memory_bytes)
+        fit = max(0, plan.pages_that_fit(budget))
+        if self.cache.num_pages != "auto":
+            if self.cache.num_pages > fit:
+                rule = f"only {fit} pages fit in the {budget:,} bytes that a rank may use"
+                raise self.error("cache.num_pages", rule)
+            check_pages(dataclasses.replace(run, num_pages=self.cache.num_pages), plan)
+            return self.cache.num_pages
+        rows = run.max_model_len + overshoot_rows(run.draft_tokens)
+        one = pages_for(rows, run.page_tokens)
+        if fit <= one:
+            raise self.error(
+                "cache.num_pages",
+                f"a request of limits.max_model_len = {run.max_model_len} takes "
+                f"{plan.total_bytes(one + 1):,} bytes a rank with the weights and "
+                f"{run.max_slots} slots, {budget:,} may be used: lower limits.max_model_len or "
+                f"limits.max_slots, raise cache.max_memory_utilization or use more ranks",
+            )
+        return min(fit, run.max_slots * one + 1)
+
+
+def free_host_bytes() -> int:
+    """Memory this process could take: what the system calls available, or its container's rest."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" without a limit: ValueError
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return max(0, min(free, limit - used))
+
+
+def load_spec(path: str | Path | None, overrides: Mapping[str, object] | None = None) -> Spec:
+    """Read a cluster.yaml (None: only defaults) and lay `overrides` over it.
+
+    An override's key is dotted ("speculation.draft_tokens"), or its last word alone
+    ("draft_tokens"). Raises ConfigError naming key, value, rule and place.
+    """
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        for key, value in _flatten(_read_file(Path(path)), str(path)):
+            values[key], origins[key] = _convert(key, value, str(path)), str(path)
+        values |= _beside_the_file(values.get("model"), Path(path))
+    short = {key.rpartition(".")[2]: key for key in _keys()}
+    for name, value in _flatten(overrides or {}, "override"):
+        key = short.get(name, name)
+        values[key], origins[key] = _convert(key, value, "override"), "override"
+    if not values.get("model"):
+        where = origins.get("model", path or "no file")
+        raise ConfigError(f"{where}: model is not set: write `model: FOLDER` or give --model")
+    spec = _build(values, origins)
+    _check_cpus(spec)
+    _check_fits(spec)
+    return spec
+
+
+def parse_set(text: str) -> tuple[str, object]:
+    """ "a.b=3" -> ("a.b", 3); the value is YAML. Raises ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f'--set "{text}": expected KEY.SUBKEY=VALUE')
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as problem:
+        raise ConfigError(f'--set "{text}": the value is not YAML: {_one_line(problem)}') from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key written twice is an error, not a silent overwrite."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f'line {line}: key "{key.value}" is written twice')
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read_file(path: Path) -> Mapping:
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as problem:
+        raise ConfigError(f"{path}: cannot be read: {problem.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path}: not a YAML file: {_one_line(problem)}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: expected `key: value` lines, found {type(data).__name__}")
+    if foreign := sorted(RAY_LAUNCHER_KEYS & data.keys()):
+        raise ConfigError(
+            f"{path}: {', '.join(foreign)}: these are keys of Ray's cluster launcher (`ray up`), "
+            f"which also calls its file cluster.yaml; Outrider wants its own, with `model:` in it"
+        )
+    return data
+
+
+def _flatten(data: Mapping, where: str) -> Iterator[tuple[str, object]]:
+    """Dotted keys of the sections; a section left empty has none."""
+    for name, value in data.items():
+        if name not in SECTIONS:
+            yield str(name), value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif value is not None:
+            raise _error(str(name), value, where, "must be a section: keys indented below it")
+
+
+@functools.cache
+def _keys() -> dict[str, object]:
+    """Dotted key -> type hint, of all that cluster.yaml may hold."""
+    keys = dict(typing.get_type_hints(Spec, include_extras=True))
+    del keys["origins"]
+    for section, cls in SECTIONS.items():
+        del keys[section]
+        inner = typing.get_type_hints(cls, include_extras=True)
+        keys |= {f"{section}.{name}": hint for name, hint in inner.items()}
+    return keys
+
+
+def _convert(key: str, value: object, where: str) -> object:
+    """The value in its field's type. Raises ConfigError for an unknown key or a wrong value."""
+    if key not in _keys():
+        raise ConfigError(f"{where}: unknown key {key}{_suggestion(key)}")
+    if isinstance(value, Path):
+        value = str(value)
+    if key.endswith("_cpus"):  # YAML reads the range "3" as a number
+        value = _number_as_text(value)
+    hint = _keys()[key]
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        raise _error(key, value, where, f"must be {_rule(hint)}") from None
+
+
+def _number_as_text(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [_number_as_text(item) for item in value]
+    return str(value) if type(value) is int else value
+
+
+def _suggestion(key: str) -> str:
+    known = list(_keys())
+    last = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = last or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(known)}"
+
+
+def _rule(hint: object) -> str:
+    """What a value must be, in words, from its type hint."""
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return " or ".join(map(_rule, args))
+    if kind is Literal:
+        return " or ".join(f'"{choice}"' for choice in args)
+    if kind is tuple:
+        return f"a list ({_rule(args[0])} each)"
+    if kind is Annotated:
+        words = {"ge": "at least", "gt": "above", "le": "at most"}
+        bounds = ((word, getattr(args[1], name)) for name, word in words.items())
+        return ", ".join([_rule(args[0]), *(f"{w} {b}" for w, b in bounds if b is not None)])
+    return WORDS[hint]
+
+
+def _error(key: str, value: object, where: str, rule: str) -> ConfigError:
+    shown = list(value) if isinstance(value, tuple) else value
+    text = "null" if shown is None else repr(shown)
+    return ConfigError(f"{where}: {key} = {text}: {rule}")
+
+
+def _one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())
+
+
+def _beside_the_file(model: object, path: Path) -> dict[str, object]:
+    """`model: examples/tiny` counts from the file's folder, if there is such a folder."""
+    folder = path.parent / str(model)
+    return {"model": str(folder)} if model and folder.is_dir() else {}
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Spec:
+    inner: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        inner[section][name] = value
+    sections = {name: cls(**inner[name]) for name, cls in SECTIONS.items()}
+    return Spec(**inner[""], **sections, origins=origins)
+
+
+def _check_cpus(spec: Spec) -> None:
+    """CPU ranges are readable, one a rank, apart (a warning), and here if the ranks surely are."""
+    size, owners = spec.parallel.tensor_parallel, {}
+    ranges, driver = spec.parallel.rank_cpus, spec.parallel.driver_cpus
+    if isinstance(ranges, tuple):
+        if len(ranges) != size:
+            rule = f"has {len(ranges)} ranges, needs one a rank (parallel.tensor_parallel = {size})"
+            raise spec.error("parallel.rank_cpus", rule)
+        for rank, text in enumerate(ranges):
+            owners[f"rank {rank}"] = _parse_range(spec, "parallel.rank_cpus", text)
+    if driver is not None:
+        owners["the driver"] = _parse_range(spec, "parallel.driver_cpus", driver)
+    for (one, first), (other, second) in itertools.combinations(owners.items(), 2):
+        if first & second:
+            shared = affinity.format_cpus(first & second)
+            warnings.warn(f"parallel: {one} and {other} share CPUs {shared}", stacklevel=3)
+    if spec.device == "cpu" and spec.ray.address is None:
+        spec.rank_cpu_sets()
+        spec.driver_cpu_set()
+
+
+def _parse_range(spec: Spec, key: str, text: str) -> frozenset[int]:
+    try:
+        return affinity.parse_cpu_range(text)
+    except affinity.AffinityError as problem:
+        raise spec.error(key, str(problem)) from None
+
+
+def _check_fits(spec: Spec) -> None:
+    """Values that are fine alone and not together."""
+    carriers = ("auto", *COLLECTIVES[spec.device])
+    if spec.parallel.collective not in carriers:
+        rule = f"on device {spec.device} it is {' or '.join(carriers)}"
+        raise spec.error("parallel.collective", rule)
+    if spec.device == "cpu" and not spec.ray.cpus_per_rank:
+        raise spec.error("ray.cpus_per_rank", "must be from 1 on device cpu: it places the rank")
+    buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
+    if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
+        raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")

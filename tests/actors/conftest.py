@@ -1,0 +1,267 @@
+"""Stand-ins for ranks, and one Ray cluster for the tests that need it.
+
+`Counting` replaces model.runner.Runner: a request answers its last prompt token + 1, + 2, ... and
+keeps a known number of drafts. `ThreadRanks` runs real RankLoops over real wires, in threads.
+`cluster` is Ray with emulated NPUs, started once; `no_cluster` sees to it that there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import pytest
+import ray
+import zmq.asyncio
+
+from actors.messages import EngineDeadError, Hello, Orders, Postbox, Wire
+from actors.placement import start_private
+from actors.rank import DRIVER, RankLoop, greet
+from actors.scheduler import Limits
+from model.step import Join, Leave, Progress, Sampling, StepEvent
+
+VOCAB = 1000
+EOS = 999
+
+
+def limits(**changes: Any) -> Limits:
+    keys: dict[str, Any] = {
+        "max_slots": 3,
+        "max_model_len": 64,
+        "max_queue": 32,
+        "num_pages": 33,
+        "page_tokens": 8,
+        "draft_tokens": 3,
+        "overshoot_rows": 4,
+        "vocab_size": VOCAB,
+        "eos_ids": (EOS,),
+    }
+    return Limits(**{**keys, **changes})
+
+
+def kept_of(request: int, emitted: int, draft_tokens: int) -> int:
+    """Drafts that a verify pass of `Counting` accepts: varied, and known."""
+    return (request + emitted) % (draft_tokens + 1)
+
+
+class Counting:
+    """Runner's interface: prefill one request a step, then an iteration over the others."""
+
+    def __init__(self, draft_tokens: int = 3, chunk: int = 8, step_s: float = 0.0) -> None:
+        self.draft_tokens, self.chunk, self.step_s = draft_tokens, chunk, step_s
+        self.slots: dict[int, Join] = {}
+        self.prefilled: dict[int, int] = {}
+        self.emitted: dict[int, int] = {}
+        self.applied: list[list[Join | Leave]] = []
+        self.drift = 0
+        self.error: Exception | None = None
+        self.hang = threading.Event()
+        self.hang.set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.slots)
+
+    def apply(self, commands: Sequence[Join | Leave]) -> None:
+        self.applied.append(list(commands))
+        for command in commands:
+            tenant = self.slots.get(command.slot)
+            if isinstance(command, Join):
+                assert tenant is None, f"slot {command.slot} is taken"
+                self.slots[command.slot] = command
+                self.prefilled[command.request] = self.emitted[command.request] = 0
+            elif tenant is not None and tenant.request == command.request:
+                del self.slots[command.slot]
+
+    def step(self) -> list[Progress]:
+        self.hang.wait()
+        if self.error is not None:
+            raise self.error
+        time.sleep(self.step_s)
+        progress = []
+        decoding = [j for _, j in sorted(self.slots.items()) if self._prefilled(j)]
+        waiting = [j for j in self.slots.values() if not self._prefilled(j)]
+        if waiting:
+            join = min(waiting, key=lambda j: j.request)
+            self.prefilled[join.request] += self.chunk
+            if self._prefilled(join):
+                progress.append(self._advance(join, 0, verified=False))
+        for join in decoding:
+            accepted = kept_of(join.request, self.emitted[join.request], self.draft_tokens)
+            progress.append(self._advance(join, accepted, verified=True))
+        return progress
+
+    def digest(self) -> int:
+        return hash((*sorted(self.slots), *self.emitted.values(), self.drift)) & (2**63 - 1)
+
+    def _prefilled(self, join: Join) -> bool:
+        return self.prefilled[join.request] >= len(join.tokens)
+
+    def _advance(self, join: Join, accepted: int, *, verified: bool) -> Progress:
+        how, tokens, finish = join.sampling, [], None
+        for _ in range(accepted + 1):
+            tokens.append((join.tokens[-1] + self.emitted[join.request] + 1) % VOCAB)
+            self.emitted[join.request] += 1
+            if tokens[-1] in how.stop_ids:
+                finish = "stop"
+            elif self.emitted[join.request] == how.max_tokens:
+                finish = "length"
+            if finish:
+                del self.slots[join.slot]
+                break
+        return Progress(
+            request=join.request,
+            slot=join.slot,
+            tokens=tokens,
+            drafted=self.draft_tokens if verified else 0,
+            accepted=accepted,
+            verified=verified,
+            finish=finish,
+        )
+
+
+class ThreadRanks:
+    """actors.ranks.Ranks with a thread a rank."""
+
+    def __init__(self, runners: Sequence[Counting], max_burst: int = 4) -> None:
+        self.runners = runners
+        self.max_burst = max_burst
+        self.events: list[StepEvent] = []
+        self.killed = False
+        self._posts = [Postbox() for _ in runners]
+        self._mine = Postbox(zmq.asyncio.Context())
+        self._wire: Wire | None = None
+        self._failed: asyncio.Future[EngineDeadError] | None = None
+        self._threads: list[threading.Thread] = []
+
+    async def start(self) -> None:
+        self._failed = asyncio.get_running_loop().create_future()
+        inbox, address = self._posts[0].listen(None)
+        opened = [self._posts[0].listen(None) for _ in self.runners[1:]]
+        relays = [wire for wire, _ in opened]
+        self._wire = self._mine.connect(address)
+        self._wire.send(Hello(epoch=0, rank=DRIVER))
+        greet(inbox, Hello(epoch=0, rank=0), expect=DRIVER, timeout_s=5)
+        await self._wire.receive_async(Hello)
+        loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, max_burst=self.max_burst)]
+        for post, runner, (_, relay) in zip(self._posts[1:], self.runners[1:], opened, strict=True):
+            loops.append(RankLoop(runner, wire=post.connect(relay), followers=None))
+        for rank, loop in enumerate(loops):
+            body = threading.Thread(target=self._body, args=(rank, loop, asyncio.get_event_loop()))
+            body.start()
+            self._threads.append(body)
+
+    def _body(self, rank: int, loop: RankLoop, home: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run()
+        except (RuntimeError, zmq.ZMQError) as problem:
+            if not self.killed:
+                error = EngineDeadError(f"rank {rank} failed: {problem}")
+                home.call_soon_threadsafe(self._fail, error)
+        finally:  # by the thread that used them
+            self._posts[rank].drop()
+
+    def _fail(self, error: EngineDeadError) -> None:
+        assert self._failed is not None
+        if not self._failed.done():
+            self._failed.set_result(error)
+
+    def post(self, orders: Orders) -> None:
+        assert self._wire is not None
+        with contextlib.suppress(ConnectionError):
+            self._wire.send(orders)
+
+    async def event(self) -> StepEvent:
+        assert self._wire is not None
+        event = await self._wire.receive_async(StepEvent)
+        self.events.append(event)
+        return event
+
+    async def ended(self) -> EngineDeadError:
+        assert self._failed is not None
+        return await asyncio.shield(self._failed)
+
+    async def stats(self) -> list[dict[str, Any]]:
+        return []
+
+    async def stop(self) -> None:
+        if not self.killed and self._threads:
+            self.post(Orders(stop=True))
+            for thread in self._threads:
+                await asyncio.to_thread(thread.join, 5)
+        await self.kill()
+
+    async def kill(self) -> None:
+        if self.killed:
+            return
+        self.killed = True
+        for runner in self.runners:
+            runner.error = RuntimeError("killed")
+            runner.hang.set()
+        for post in self._posts:
+            # Threads cannot be killed: ending the context ends their wait.
+            await asyncio.to_thread(post.context.term if self._threads else post.close)
+            post.hide()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join, 5)
+            assert not thread.is_alive()
+        self._mine.close()
+
+
+def join(request: int, slot: int, prompt: Sequence[int] = (1, 2), **sampling: Any) -> Join:
+    return Join(
+        slot=slot,
+        request=request,
+        tokens=list(prompt),
+        pages=[1],
+        sampling=Sampling(**{"max_tokens": 8, "seed": 0, **sampling}),
+    )
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+_ray: dict[str, Closes] = {}
+"""What holds Ray in this process, if anything does: one of "cluster" and "engine"."""
+
+
+def hold_ray(kind: str | None, start: Callable[[], Closes] | None = None) -> Any:
+    """Ray belongs to one kind of test at a time: what another kind started is closed first."""
+    if kind not in _ray:
+        while _ray:
+            _ray.popitem()[1].close()
+        assert not ray.is_initialized()
+        if kind is not None and start is not None:
+            _ray[kind] = start()
+    return _ray.get(kind) if kind else None
+
+
+@pytest.fixture
+def no_cluster() -> None:
+    """No Ray in this process."""
+    hold_ray(None)
+
+
+@pytest.fixture
+def cluster() -> None:
+    """Ray on this machine with logical CPUs to spare and two emulated NPUs."""
+    hold_ray(
+        "cluster",
+        lambda: start_private(
+            num_cpus=8,
+            namespace="outrider",
+            object_store_bytes=100 << 20,
+            resources={"NPU": 2},
+        ),
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_ray() -> Iterator[None]:
+    yield
+    hold_ray(None)

@@ -1,0 +1,299 @@
+"""The Python API over real ranks: answers, streams, refusals, deaths, and what is left after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from actors.engine import Engine, RequestStats, _as_prompts, _as_samplings
+from actors.messages import EngineClosedError, EngineDeadError, RequestError
+from benchmarks import planted
+from model.config import ConfigError
+from model.step import Sampling
+from tests.actors.conftest import hold_ray
+
+CHAIN = planted.chain(planted.SIZES["tiny"]["vocab_size"], 0.8425, 0)
+
+
+def start(model: Path, **changes: object) -> Engine:
+    return Engine.from_config(None, model=str(model), max_model_len=512, draft_tokens=5, **changes)
+
+
+@pytest.fixture
+def engine(planted_tiny: Path) -> Engine:
+    """Two CPU ranks in a private cluster, shared by the tests of this module."""
+    return hold_ray("engine", lambda: start(planted_tiny))
+
+
+def assert_counts(stats: RequestStats, expected: planted.Expected) -> None:
+    """Equal to the chain's, except that the last iteration drafts no more than can be kept."""
+    assert stats.iterations == expected.iterations
+    assert expected.drafted - 5 < stats.drafted <= expected.drafted
+    assert expected.accepted - 5 < stats.accepted <= expected.accepted
+    assert sum(stats.accepted_per_position) == stats.accepted
+    for mine, whole in zip(stats.accepted_per_position, expected.accepted_per_position):
+        assert whole - 1 <= mine <= whole
+
+
+def rank_pids(engine: Engine) -> list[int]:
+    return [rank["pid"] for rank in engine.stats()["ranks"]]
+
+
+def wait_until_gone(pids: Sequence[int], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} some still live"
+        time.sleep(0.02)
+
+
+def leftovers() -> set[str]:
+    """Sockets and shared memory of ours on this machine."""
+    return {
+        str(path)
+        for where, pattern in (("/tmp", "outrider-*"), ("/dev/shm", "*outrider*"))
+        for path in Path(where).glob(pattern)
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("one text", ["one text"]),
+        ([1, 2], [[1, 2]]),
+        (["a", [1, 2]], ["a", [1, 2]]),
+        ([(1, 2), (3,)], [[1, 2], [3]]),
+        ([], [[]]),
+    ],
+)
+def test_a_prompt_is_text_or_ids_and_may_come_alone(given: Any, prompts: list[Any]):
+    assert _as_prompts(given) == prompts
+
+
+def test_ids_do_not_mix_with_whole_prompts():
+    with pytest.raises(RequestError, match="mix token ids"):
+        _as_prompts([1, "a"])  # type: ignore[list-item]
+
+
+def test_one_sampling_serves_all_or_each_has_its_own():
+    one, other = Sampling(seed=1), Sampling(seed=2)
+    assert _as_samplings(one, 2) == [one, one]
+    assert _as_samplings([one, other], 2) == [one, other]
+    assert _as_samplings(None, 1) == [Sampling()]
+    with pytest.raises(RequestError, match="2 samplings for 3 prompts"):
+        _as_samplings([one, other], 3)
+
+
+def test_mistakes_are_told_before_ray_starts(no_cluster: None, tmp_path: Path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        start(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="draft_tokens"):
+        Engine.from_config(None, model=str(tmp_path), draft_tokenz=3)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.ray
+def test_two_ranks_print_the_chain_with_the_known_acceptance(engine: Engine):
+    (completion,) = engine.generate([5, 9, 17], Sampling(max_tokens=60))
+    expected = planted.expected_counts(CHAIN, 17, 60, draft_tokens=5)
+    assert completion.token_ids == expected.tokens
+    assert_counts(completion.stats, expected)
+
+
+@pytest.mark.ray
+def test_a_ragged_batch_beyond_the_slots_is_answered_in_order(engine: Engine):
+    prompts = [[3 + i] * (1 + 7 * i % 40) for i in range(12)]
+    samplings = [Sampling(max_tokens=1 + 3 * i, ignore_eos=True) for i in range(12)]
+    done = engine.generate(prompts, samplings)
+    for i, completion in enumerate(done):
+        expected = planted.expected_counts(CHAIN, 3 + i, 1 + 3 * i, draft_tokens=5)
+        assert completion.prompt_ids == prompts[i]
+        assert completion.token_ids == expected.tokens
+        assert_counts(completion.stats, expected)
+
+
+@pytest.mark.ray
+def test_a_stream_yields_the_same_tokens_in_several_chunks(engine: Engine):
+    chunks = list(engine.stream([5, 9, 17], Sampling(max_tokens=60)))
+    (whole,) = engine.generate([5, 9, 17], Sampling(max_tokens=60))
+    assert len(chunks) > 3
+    assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+    assert chunks[-1].finish_reason == "length"
+    assert chunks[-1].stats is not None
+    assert chunks[-1].stats.accepted == whole.stats.accepted
+
+
+@pytest.mark.ray
+def test_a_dropped_stream_ends_its_request(engine: Engine):
+    before = engine.stats()["requests_aborted"]
+    stream = engine.stream([5], Sampling(max_tokens=500))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 5
+    while engine.stats()["requests_aborted"] == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    stats = engine.stats()
+    assert (stats["active"], stats["queued"]) == (0, 0)
+    assert stats["free_pages"] == stats["num_pages"] - 1
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "the prompt is empty"),
+        ("some text", "no tokenizer"),
+        ([4000], r"prompt token 4000 at index 0.*\[0, 1024\)"),
+        ([1] * 512, "512 tokens, 1 too many"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_in_one_line(engine: Engine, prompt: Any, says: str):
+    with pytest.raises(RequestError, match=says) as caught:
+        engine.generate(prompt)
+    assert "Traceback" not in str(caught.value)
+    with pytest.raises(RequestError, match=says):
+        next(engine.stream(prompt))
+
+
+@pytest.mark.ray
+def test_the_engine_counts_what_its_requests_counted(engine: Engine):
+    before = engine.stats()
+    done = engine.generate([[7], [8]], Sampling(max_tokens=20))
+    after = engine.stats()
+    for name in ("iterations", "drafted", "accepted"):
+        assert after[name] - before[name] == sum(getattr(c.stats, name) for c in done)
+    assert after["tokens"] - before["tokens"] == 40
+    assert len(after["ranks"]) == 2
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 2 CPUs to split")
+def test_every_thread_of_a_rank_is_pinned_to_its_cpus_at_nice_0(engine: Engine):
+    ranks = engine.stats()["ranks"]
+    assert not set(ranks[0]["cpus"]) & set(ranks[1]["cpus"])
+    for rank in ranks:
+        threads = [int(task) for task in os.listdir(f"/proc/{rank['pid']}/task")]
+        assert len(threads) > 5
+        pinned = {frozenset(os.sched_getaffinity(thread)) for thread in threads}
+        assert pinned == {frozenset(rank["cpus"])}
+        assert rank["nice"] == 0
+
+
+@pytest.mark.ray
+def test_an_idle_engine_uses_next_to_no_cpu(engine: Engine):
+    pids = [*rank_pids(engine), engine.stats()["driver"]["pid"]]
+    processes = [psutil.Process(pid) for pid in pids]
+    time.sleep(0.2)
+    before = sum(sum(p.cpu_times()[:2]) for p in processes)
+    time.sleep(2)
+    used = sum(sum(p.cpu_times()[:2]) for p in processes) - before
+    assert used / 2 < 0.02
+
+
+@pytest.mark.ray
+def test_after_close_nothing_is_left_and_a_call_says_so(engine: Engine):
+    pids = [*rank_pids(engine), *(p.pid for p in psutil.Process().children(recursive=True))]
+    assert len(pids) > 4
+    hold_ray(None)
+    assert not ray.is_initialized()
+    wait_until_gone(pids)
+    assert not leftovers()
+    with pytest.raises(EngineClosedError):
+        engine.generate([1])
+    engine.close()
+
+
+@pytest.mark.ray
+def test_inside_a_cluster_the_engine_takes_bundles_and_gives_them_back(
+    cluster: None, planted_tiny: Path
+):
+    @ray.remote(num_cpus=1)
+    def job(model: str) -> tuple[list[int], dict[str, float]]:
+        with Engine.from_config(None, model=model, draft_tokens=2) as engine:
+            (completion,) = engine.generate([5], Sampling(max_tokens=9))
+            return completion.token_ids, ray.available_resources()
+
+    tokens, during = ray.get(job.remote(str(planted_tiny)))
+    assert tokens == planted.expected_counts(CHAIN, 5, 9, draft_tokens=2).tokens
+    assert during["CPU"] <= 8 - 3
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("CPU") != 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert ray.is_initialized()
+
+
+@pytest.mark.ray
+def test_a_killed_rank_ends_every_request_with_its_name(cluster: None, planted_tiny: Path):
+    with start(planted_tiny) as engine:
+        pids = rank_pids(engine)
+        stream = engine.stream([5], Sampling(max_tokens=500))
+        next(stream)
+        killed: list[float] = []
+
+        def kill() -> None:
+            time.sleep(0.2)
+            os.kill(pids[1], signal.SIGKILL)
+            killed.append(time.monotonic())
+
+        threading.Thread(target=kill).start()
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {pids[1]}\) died"):
+            engine.generate([[7], [8]], Sampling(max_tokens=500))
+        assert time.monotonic() - killed[0] < 3
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            list(stream)
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            engine.generate([1])
+        wait_until_gone(pids)
+    assert not leftovers()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ranks_end_with_a_killed_driver(cluster: None, planted_tiny: Path):
+    with start(planted_tiny) as engine:
+        pids, driver = rank_pids(engine), engine.stats()["driver"]["pid"]
+        stream = engine.stream([5], Sampling(max_tokens=500))
+        next(stream)
+        os.kill(driver, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="the driver process died"):
+            list(stream)
+        with pytest.raises(EngineDeadError, match="the driver process died"):
+            engine.generate([1])
+        wait_until_gone([driver, *pids])
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_stopped_rank_is_noticed_by_the_watchdog(cluster: None, planted_tiny: Path):
+    with start(planted_tiny, watchdog_s=1.0) as engine:
+        pids = rank_pids(engine)
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="no step for 1 s"):
+            engine.generate([7], Sampling(max_tokens=500))
+        wait_until_gone(pids)
+
+
+@pytest.mark.ray
+def test_ranks_without_their_device_end_the_start_with_the_reason(
+    cluster: None, planted_tiny: Path
+):
+    """The NPUs are emulated: placed they are, opened they cannot be."""
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^rank \d: .*npu") as caught:
+        start(planted_tiny, device="npu", collective="gloo")
+    assert time.monotonic() - started < 60
+    assert "Traceback" not in str(caught.value)
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("NPU") != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

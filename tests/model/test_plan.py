@@ -1,0 +1,75 @@
+"""The plan's bytes are what a rank allocates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model.config import ConfigError, RunConfig, load_config
+from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
+from tests import checkpoints
+from tests.ranks import Team
+
+
+@pytest.mark.parametrize("draft_body", ["local", "sharded"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"draft_tokens": 0}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_estimate_equals_allocation(
+    tmp_path: Path, draft_body: str, size: int, changes: dict, tied: bool
+) -> None:
+    text = checkpoints.config(tie_word_embeddings=tied)
+    folder = checkpoints.write(tmp_path, text, checkpoints.random_weights(text))
+    team = Team(folder, tensor_parallel=size, draft_body=draft_body, **changes)
+    run = team.run_config
+    plan = memory_plan(team.model, run)
+    for runner in team.runners:
+        assert runner.allocated_bytes() == {
+            "weights": plan.weight_bytes,
+            "states": plan.slot_bytes * plan.num_slots,
+            "kv": plan.kv_page_bytes * run.num_pages,
+        }
+    assert sum(team.runners[0].allocated_bytes().values()) == plan.total_bytes(run.num_pages)
+
+
+def test_a_local_draft_holds_all_its_kv_heads_and_a_sharded_one_its_share(tmp_path: Path) -> None:
+    text = checkpoints.config()
+    model = load_config(checkpoints.write(tmp_path, text, checkpoints.random_weights(text)))
+
+    def draft_bytes(body: str) -> int:
+        run = RunConfig(model_dir="", tensor_parallel=2, draft_body=body)
+        return memory_plan(model, run).kv_token_bytes["draft"]
+
+    assert draft_bytes("local") == 2 * draft_bytes("sharded")
+
+
+def test_published_sizes_of_qwen3_5_2b_at_tp2(tmp_path: Path) -> None:
+    """Bytes per rank computed by hand from the published configuration, in bfloat16."""
+    from benchmarks import planted
+
+    folder = tmp_path
+    config = planted.nested_config(planted.text_config("2b"))
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load_config(folder)
+    run = RunConfig(model_dir="", tensor_parallel=2, dtype="bfloat16", draft_tokens=5)
+    plan = memory_plan(model, run)
+    assert plan.parts["target layers"] / 1e6 == pytest.approx(1373.376, abs=0.001)
+    assert plan.parts["embedding"] / 1e6 == pytest.approx(1017.119, abs=0.001)
+    assert plan.parts["draft body"] / 1e6 == pytest.approx(121.656, abs=0.001)
+    assert plan.kv_token_bytes == {"target": 6144, "draft": 2048}
+
+
+def test_pages_and_budget(tmp_path: Path) -> None:
+    text = checkpoints.config()
+    model = load_config(checkpoints.write(tmp_path, text, checkpoints.random_weights(text)))
+    run = RunConfig(model_dir="", num_pages=1)
+    plan = memory_plan(model, run)
+    assert plan.pages_that_fit(plan.total_bytes(7)) == 7
+    assert plan.pages_that_fit(plan.total_bytes(7) - 1) == 6
+    assert plan.pages_that_fit(0) < 0
+    assert [pages_for(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert overshoot_rows(3) == 8
+    with pytest.raises(ConfigError, match="num_pages = 1"):
+        check_pages(run, plan)

@@ -1,0 +1,104 @@
+"""The operations that are more than one torch call: against loops, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.backends.cpu import CpuOps
+
+OPS = CpuOps()
+
+
+def gdn_inputs(rows: int, strong: bool, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    b, k, h, dk, dv = 3, 2, 6, 8, 12
+    q, key = OPS.gdn_qk_norm(rand(b, rows, k, dk), rand(b, rows, k, dk))
+    a_log = torch.full((h,), 2.7 if strong else -1.0)
+    g, beta = OPS.gdn_gates(
+        rand(b, rows, h) + (8.0 if strong else 0.0), rand(b, rows, h), a_log, torch.zeros(h)
+    )
+    return q, key, rand(b, rows, h, dv), g, beta, rand(b, h, dk, dv)
+
+
+def recurrent(q, k, v, g, beta, state):
+    """The delta rule row by row in float64: decay, delta, update, read."""
+    q, k, v, g, beta, state = (t.double() for t in (q, k, v, g, beta, state))
+    repeat = v.shape[2] // k.shape[2]
+    states, outs = [state], []
+    for t in range(q.shape[1]):
+        qt, kt = q[:, t].repeat_interleave(repeat, 1), k[:, t].repeat_interleave(repeat, 1)
+        state = state * g[:, t].exp()[..., None, None]
+        read = torch.einsum("bhkv,bhk->bhv", state, kt)
+        delta = beta[:, t].unsqueeze(-1) * (v[:, t] - read)
+        state = state + kt.unsqueeze(-1) * delta.unsqueeze(-2)
+        states.append(state)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, qt))
+    return torch.stack(outs, 1), states
+
+
+@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 17, 64])
+def test_rows_and_fold_equal_the_recurrence(rows: int, strong: bool) -> None:
+    """Also with decays of e^-100 a row, where running sums of g would cancel."""
+    inputs = gdn_inputs(rows, strong)
+    want, states = recurrent(*inputs)
+    _, k, _, g, _, state = inputs
+    out, delta = OPS.gdn_rows(*inputs)
+    assert (out - want).abs().max() < 5e-6
+    for kept in {0, 1, rows // 2, rows}:
+        folded = OPS.gdn_fold(state, k, delta, g, torch.tensor([kept] * 3))
+        assert (folded - states[kept]).abs().max() < 5e-6
+    mixed = torch.tensor([0, rows, 1])
+    folded = OPS.gdn_fold(state, k, delta, g, mixed)
+    for b, kept in enumerate(mixed.tolist()):
+        assert (folded[b] - states[kept][b]).abs().max() < 5e-6
+
+
+def test_attention_reads_only_its_own_keys() -> None:
+    """Ragged lengths, grouped heads, pages out of order, NaN everywhere else."""
+    generator = torch.Generator().manual_seed(0)
+    page, m, n, d = 4, 2, 6, 16
+    lengths = [9, 1, 16]
+    k_pages = torch.full((20, page, m, d), float("nan"))
+    v_pages = k_pages.clone()
+    table = torch.tensor([[7, 2, 11, 0], [5, 0, 0, 0], [3, 9, 1, 4]])
+    rows = 3
+    q = torch.randn(3, rows, n, d, generator=generator)
+    positions = torch.stack([torch.arange(rows) + max(0, x - rows) for x in lengths])
+    want = []
+    for b, length in enumerate(lengths):
+        k = torch.randn(length, m, d, generator=generator)
+        v = torch.randn(length, m, d, generator=generator)
+        index = torch.tensor([[int(table[b, t // page]) * page + t % page for t in range(length)]])
+        OPS.kv_write(k_pages, k[None], index)
+        OPS.kv_write(v_pages, v[None], index)
+        for r in range(rows):
+            seen = min(int(positions[b, r]) + 1, length)
+            kk = k[:seen].repeat_interleave(n // m, 1).double()
+            vv = v[:seen].repeat_interleave(n // m, 1).double()
+            scores = torch.einsum("nd,tnd->nt", q[b, r].double(), kk) * d**-0.5
+            want.append(torch.einsum("nt,tnd->nd", scores.softmax(-1), vv))
+    got = OPS.paged_attention(q, k_pages, v_pages, table, positions, torch.tensor(lengths))
+    assert (got.flatten(0, 1) - torch.stack(want)).abs().max() < 1e-6
+
+
+def test_conv_is_causal_and_its_last_tap_is_the_current_row() -> None:
+    window = torch.randn(2, 3 + 5, 7, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
+    want = torch.zeros(2, 5, 7)
+    for t in range(5):
+        for j in range(4):
+            want[:, t] += weight[j] * window[:, t + j]
+    want = want * torch.sigmoid(want)
+    assert (OPS.causal_conv(window, weight, 5) - want).abs().max() < 1e-6
+
+
+def test_top_row_takes_the_first_of_equals() -> None:
+    value, index = OPS.top_row(torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]))
+    assert value.tolist() == [3.0, 5.0]
+    assert index.tolist() == [1, 0]

@@ -1,0 +1,436 @@
+"""The conventions as rules that can turn red, and a proof for each that it does.
+
+A rule takes the root of a source tree and returns its complaints, one line each, empty when the
+tree is fine. `test_the_project_keeps_the_rule` runs all of them on this repository;
+`test_a_violation_turns_the_rule_red` writes one deliberate violation into a small clean tree.
+What a rule exempts stands in a table beside it, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOMS = ("parallel", "model", "actors")
+LANGUAGE_ROOTS = (*ROOMS, "benchmarks", "examples")
+ALL_ROOTS = (*LANGUAGE_ROOTS, "tests")
+
+NEVER_IMPORTED = {
+    "parallel": {"model", "actors", "ray", "transformers"},
+    "model": {"actors", "ray", "fastapi"},
+    "actors": {"torch_npu", "triton", "flash_attn", "fla"},
+}
+DEVICE_LIBRARIES = {"torch_npu", "triton", "flash_attn", "fla", "cuda", "pynvml"}
+DEVICE_LIBRARY_HOMES = ("parallel/backends/", "parallel/kernels/")
+HOST_SYNCS = {"item", "tolist", "cpu", "numpy"}
+HOST_SYNC_HOMES = {
+    "model/runner.py": "the one place where the host waits for the device",
+    "parallel/backends/": "device interfaces that take lengths as host lists",
+}
+ENVIRONMENT_HOMES = {
+    "actors/placement.py": "variables that Ray and device runtimes want in a rank's process",
+    "actors/rank.py": "reads what placement set, before torch is imported",
+}
+CLUSTER_FILE_READER = "actors/spec.py"
+BROAD_EXCEPTS = {
+    "actors/cli.py::main": "outermost frame: one line on stderr and an exit code for any error",
+    "actors/driver.py::_guard": "outermost frame of background tasks: logs, and ends the engine",
+    "tests/ranks.py::body": "a thread hands its exception to the test, which raises it",
+}
+"""path::function -> why it may swallow an exception it cannot name."""
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "types", "common", "misc"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CORE_LINES = 400, 60, 6000
+DOCSTRING_LINES = range(3, 9)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file; `path` is relative to the root, with forward slashes."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    def says(self, node: ast.AST | int, complaint: str) -> str:
+        line = node if isinstance(node, int) else getattr(node, "lineno", 1)
+        return f"{self.path}:{line}: {complaint}"
+
+    def is_in(self, homes: tuple[str, ...] | dict[str, str]) -> bool:
+        return self.path.startswith(tuple(homes))
+
+
+def sources(root: Path, tops: tuple[str, ...]) -> Iterator[Source]:
+    for top in tops:
+        for file in sorted((root / top).rglob("*.py")):
+            text = file.read_text("utf-8")
+            yield Source(file.relative_to(root).as_posix(), text, ast.parse(text))
+
+
+def imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Dotted names of all imports, also lazy ones, type-only ones and import_module("...")."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node, alias.name) for alias in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from ((node, f"{module}.{alias.name}") for alias in names)
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node, name
+
+
+def dotted(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """All that is imported and all attributes as written, such as os.environ."""
+    yield from imports(source)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute):
+            yield node, ast.unparse(node)
+
+
+def code_lines(source: Source) -> set[int]:
+    """Numbers of the lines that hold code: no blank lines, comments and docstrings."""
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type not in silent and token.type != tokenize.ENDMARKER:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Expr) and _is_text(node.value):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def doors_open_one_way(root: Path) -> list[str]:
+    return [
+        source.says(node, f"{room} never imports {name.split('.')[0]}")
+        for room, never in NEVER_IMPORTED.items()
+        for source in sources(root, (room,))
+        for node, name in imports(source)
+        if name.split(".")[0] in never
+    ]
+
+
+def device_libraries_stay_in_backends(root: Path) -> list[str]:
+    return [
+        source.says(node, f"{name}: device libraries live in {' and '.join(DEVICE_LIBRARY_HOMES)}")
+        for source in sources(root, ROOMS)
+        if not source.is_in(DEVICE_LIBRARY_HOMES)
+        for node, name in imports(source)
+        if name.split(".")[0] in DEVICE_LIBRARIES
+    ]
+
+
+def chips_are_not_named_outside_parallel(root: Path) -> list[str]:
+    """model and actors ask a Device for a capability; torch.cuda and torch.npu are parallel's."""
+    return [
+        source.says(node, f"{name}: ask parallel.device for it")
+        for source in sources(root, ("model", "actors"))
+        for node, name in dotted(source)
+        if name in {"torch.cuda", "torch.npu"}
+    ]
+
+
+def host_syncs_stay_in_the_runner(root: Path) -> list[str]:
+    complaints = []
+    for source in sources(root, ROOMS):
+        for node in ast.walk(source.tree):
+            match node:
+                case ast.Call(func=ast.Attribute(attr=name), args=[]) if name in HOST_SYNCS:
+                    pass
+                case ast.Call(func=ast.Attribute(attr="to"), args=[ast.Constant("cpu"), *_]):
+                    name = "to('cpu')"
+                case _:
+                    continue
+            if not source.is_in(HOST_SYNC_HOMES):
+                homes = ", ".join(HOST_SYNC_HOMES)
+                complaints.append(source.says(node, f".{name}: the host waits only in {homes}"))
+    return complaints
+
+
+def environment_is_no_configuration(root: Path) -> list[str]:
+    return [
+        source.says(node, f"{name}: configuration comes from {CLUSTER_FILE_READER}")
+        for source in sources(root, ROOMS)
+        if not source.is_in(ENVIRONMENT_HOMES)
+        for node, name in dotted(source)
+        if name in {"os.environ", "os.getenv", "os.putenv"}
+    ]
+
+
+def one_file_reads_yaml(root: Path) -> list[str]:
+    return [
+        source.says(node, f"yaml is read in {CLUSTER_FILE_READER} only")
+        for source in sources(root, ROOMS)
+        if source.path != CLUSTER_FILE_READER
+        for node, name in imports(source)
+        if name.split(".")[0] == "yaml"
+    ]
+
+
+def files_are_short(root: Path) -> list[str]:
+    counted = ((source, len(code_lines(source))) for source in sources(root, ALL_ROOTS))
+    return [
+        source.says(1, f"{count} code lines, at most {MAX_FILE_LINES}")
+        for source, count in counted
+        if count > MAX_FILE_LINES
+    ]
+
+
+def functions_are_short(root: Path) -> list[str]:
+    complaints = []
+    for source in sources(root, ALL_ROOTS):
+        lines = code_lines(source)
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = len(lines & set(range(node.lineno, (node.end_lineno or 0) + 1)))
+                if count > MAX_FUNCTION_LINES:
+                    rule = f"{node.name}: {count} code lines, at most {MAX_FUNCTION_LINES}"
+                    complaints.append(source.says(node, rule))
+    return complaints
+
+
+def core_is_small(root: Path) -> list[str]:
+    total = sum(len(code_lines(source)) for source in sources(root, ROOMS))
+    rule = f"{', '.join(ROOMS)}: {total} code lines, fewer than {MAX_CORE_LINES}"
+    return [rule] if total >= MAX_CORE_LINES else []
+
+
+def modules_open_with_a_map(root: Path) -> list[str]:
+    complaints = []
+    for source in sources(root, LANGUAGE_ROOTS):
+        text = ast.get_docstring(source.tree) or ""
+        count = sum(1 for line in text.splitlines() if line.strip())
+        if count not in DOCSTRING_LINES and not source.path.endswith("__init__.py"):
+            rule = (
+                f"module docstring of {count} lines, {DOCSTRING_LINES[0]} to {DOCSTRING_LINES[-1]}"
+            )
+            complaints.append(source.says(1, rule))
+    return complaints
+
+
+def packages_hold_no_code(root: Path) -> list[str]:
+    return [
+        source.says(node, "__init__.py holds a docstring at most")
+        for source in sources(root, ALL_ROOTS)
+        if source.path.endswith("__init__.py")
+        for node in source.tree.body
+        if not (isinstance(node, ast.Expr) and _is_text(node.value))
+    ]
+
+
+def imports_are_absolute(root: Path) -> list[str]:
+    return [
+        source.says(node, "relative import: write it from the room's name")
+        for source in sources(root, ALL_ROOTS)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and node.level > 0
+    ]
+
+
+def names_say_what_is_inside(root: Path) -> list[str]:
+    return [
+        source.says(1, f"{part}: a type or function lives in the lowest room that uses it")
+        for source in sources(root, ALL_ROOTS)
+        for part in Path(source.path).with_suffix("").parts
+        if part in VAGUE_NAMES
+    ]
+
+
+def failures_are_not_swallowed(root: Path) -> list[str]:
+    complaints = []
+    for source in sources(root, ALL_ROOTS):
+        for function, node in _handlers(source.tree, ""):
+            caught = ast.unparse(node.type) if node.type else "everything"
+            broad = node.type is None or {"Exception", "BaseException"} & _names(node.type)
+            raises = any(isinstance(n, ast.Raise) for part in node.body for n in ast.walk(part))
+            if broad and not raises and f"{source.path}::{function}" not in BROAD_EXCEPTS:
+                rule = f"{function or 'module'} swallows {caught}: name the exception or re-raise"
+                complaints.append(source.says(node, rule))
+    return complaints
+
+
+def _handlers(tree: ast.AST, function: str) -> Iterator[tuple[str, ast.ExceptHandler]]:
+    """Each except clause with the name of the function around it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ExceptHandler):
+            yield function, node
+        named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from _handlers(node, node.name if named else function)
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def readme_tree_equals_the_disk(root: Path) -> list[str]:
+    """README's ```tree block: two blanks a level, a folder ends in /, then its description.
+
+    The rooms are listed to the last file; another folder either not at all or one level whole.
+    """
+    readme = (root / "README.md").read_text("utf-8")
+    block = readme.partition("```tree\n")[2].partition("```")[0]
+    listed: set[str] = set()
+    folders: list[str] = []
+    for line in filter(str.strip, block.splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [line.split()[0]]
+        listed.add("".join(folders))
+    opened = {path.rpartition("/")[0] for path in (entry.rstrip("/") for entry in listed)} - {""}
+    disk = set(_entries(root, root, opened))
+    absent = [f"README.md: the tree lacks {path}" for path in sorted(disk - listed)]
+    return absent + [f"README.md: the tree names {path}" for path in sorted(listed - disk)]
+
+
+def _entries(root: Path, folder: Path, opened: set[str]) -> Iterator[str]:
+    generated = {"__pycache__", "build", "dist", "out", "checkpoints"}
+    for path in folder.iterdir():
+        name = path.relative_to(root).as_posix()
+        if path.name.startswith(".") or path.name in generated or path.suffix == ".egg-info":
+            continue
+        yield name + "/" * path.is_dir()
+        if path.is_dir() and (name in opened or name.split("/")[0] in ROOMS):
+            yield from _entries(root, path, opened)
+
+
+Rule = Callable[[Path], list[str]]
+RULES: tuple[Rule, ...] = (
+    doors_open_one_way,
+    device_libraries_stay_in_backends,
+    chips_are_not_named_outside_parallel,
+    host_syncs_stay_in_the_runner,
+    environment_is_no_configuration,
+    one_file_reads_yaml,
+    files_are_short,
+    functions_are_short,
+    core_is_small,
+    modules_open_with_a_map,
+    packages_hold_no_code,
+    imports_are_absolute,
+    names_say_what_is_inside,
+    failures_are_not_swallowed,
+    readme_tree_equals_the_disk,
+)
+
+MAP = '"""A map.\n\n    in -> out\n\nIt remembers nothing.\n"""\n'
+README = """# Clean
+
+```tree
+README.md
+parallel/     how
+  backends/
+    cpu.py    the definition
+model/
+  runner.py   waits
+actors/
+  placement.py
+  rank.py
+  spec.py     reads
+```
+"""
+CLEAN = {
+    "README.md": README,
+    "parallel/backends/cpu.py": MAP + "import triton\nlengths = rows.tolist()\n",
+    "model/runner.py": MAP + "import parallel.device\ntokens = kept.tolist()\n",
+    "actors/placement.py": MAP + "import os\nos.environ['A'] = 'b'\n",
+    "actors/rank.py": MAP + "import os, ray\nfrom model import runner\nx = os.environ['A']\n",
+    "actors/spec.py": MAP + "import yaml\ntry:\n    f()\nexcept Exception:\n    raise X from e\n",
+}
+"""A tree that keeps all rules and uses every exemption."""
+
+VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
+    (doors_open_one_way, "parallel/group.py", "from model import config\n"),
+    (doors_open_one_way, "parallel/group.py", "def f():\n    import actors.rank\n"),
+    (doors_open_one_way, "parallel/linear.py", "import ray\n"),
+    (doors_open_one_way, "parallel/linear.py", "from transformers import AutoConfig\n"),
+    (doors_open_one_way, "model/text.py", "from actors.spec import Spec\n"),
+    (doors_open_one_way, "model/text.py", "if TYPE_CHECKING:\n    import ray.actor\n"),
+    (doors_open_one_way, "model/text.py", "import fastapi\n"),
+    (doors_open_one_way, "actors/rank.py", "import torch_npu\n"),
+    (doors_open_one_way, "actors/rank.py", "importlib.import_module('flash_attn')\n"),
+    (device_libraries_stay_in_backends, "model/gdn.py", "from fla.ops import gated\n"),
+    (device_libraries_stay_in_backends, "parallel/graph.py", "import torch_npu\n"),
+    (device_libraries_stay_in_backends, "parallel/graph.py", "import triton.language as tl\n"),
+    (chips_are_not_named_outside_parallel, "model/mtp.py", "torch.cuda.synchronize()\n"),
+    (chips_are_not_named_outside_parallel, "actors/rank.py", "from torch import npu\n"),
+    (host_syncs_stay_in_the_runner, "model/verify.py", "kept = agree.sum().item()\n"),
+    (host_syncs_stay_in_the_runner, "model/verify.py", "ids = tokens.tolist()\n"),
+    (host_syncs_stay_in_the_runner, "parallel/vocab.py", "x = logits.cpu()\n"),
+    (host_syncs_stay_in_the_runner, "parallel/vocab.py", "x = logits.numpy()\n"),
+    (host_syncs_stay_in_the_runner, "actors/driver.py", "x = logits.to('cpu', torch.int64)\n"),
+    (environment_is_no_configuration, "model/config.py", "x = os.environ.get('K')\n"),
+    (environment_is_no_configuration, "actors/cli.py", "x = os.getenv('K')\n"),
+    (environment_is_no_configuration, "parallel/device.py", "from os import environ\n"),
+    (one_file_reads_yaml, "actors/cli.py", "import yaml\n"),
+    (files_are_short, "model/cache.py", "x = 1\n" * 401),
+    (functions_are_short, "model/cache.py", "def f():\n" + "    x = 1\n" * 60),
+    (core_is_small, "parallel, model, actors", ""),
+    (modules_open_with_a_map, "model/cache.py", ""),
+    (modules_open_with_a_map, "benchmarks/bench.py", '"""One line."""\n'),
+    (modules_open_with_a_map, "model/cache.py", '"""Long.\n' + "more\n" * 8 + '"""\n'),
+    (packages_hold_no_code, "model/__init__.py", "from model.runner import Runner\n"),
+    (imports_are_absolute, "model/mtp.py", "from .blocks import Norm\n"),
+    (imports_are_absolute, "tests/test_x.py", "from . import test_y\n"),
+    (names_say_what_is_inside, "model/utils.py", "x = 1\n"),
+    (names_say_what_is_inside, "parallel/helpers/shapes.py", "x = 1\n"),
+    (names_say_what_is_inside, "actors/types.py", "x = 1\n"),
+    (failures_are_not_swallowed, "actors/ranks.py", "try:\n    f()\nexcept:\n    pass\n"),
+    (failures_are_not_swallowed, "model/text.py", "try:\n    f()\nexcept Exception:\n    x = 1\n"),
+    (
+        failures_are_not_swallowed,
+        "model/text.py",
+        "def f():\n    try:\n        g()\n    except (OSError, BaseException):\n        x = 1\n",
+    ),
+    (readme_tree_equals_the_disk, "model/mtp.py", "x = 1\n"),
+    (readme_tree_equals_the_disk, "parallel/backends/npu.py", "x = 1\n"),
+    (readme_tree_equals_the_disk, "notes.txt", "x = 1\n"),
+    (readme_tree_equals_the_disk, "model/gone.py", ""),
+)
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Path:
+    for path, text in CLEAN.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_project_keeps_the_rule(rule: Rule, repo: Path) -> None:
+    assert rule(repo) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_clean_tree_keeps_the_rule(rule: Rule, clean: Path) -> None:
+    assert rule(clean) == []
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), VIOLATIONS)
+def test_a_violation_turns_the_rule_red(rule: Rule, path: str, text: str, clean: Path) -> None:
+    if rule is core_is_small:
+        for number in range(15):
+            (clean / f"model/part{number}.py").write_text("x = 1\n" * 400)
+    elif path == "model/gone.py":
+        (clean / "README.md").write_text(README.replace("  runner.py", "  gone.py\n  runner.py"))
+    else:
+        (clean / path).parent.mkdir(parents=True, exist_ok=True)
+        (clean / path).write_text(text)
+    complaints = rule(clean)
+    assert complaints
+    assert all(path in complaint for complaint in complaints)
+
+
+def test_every_rule_has_a_violation() -> None:
+    assert {rule for rule, _, _ in VIOLATIONS} == set(RULES)
