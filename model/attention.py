@@ -2,7 +2,8 @@
 
     x -> q, gate, k, v -> per-head norm -> rotary -> paged attention -> * sigmoid(gate) -> o_proj
 
-q_proj holds, head by head, d rows of q and then d rows of gate. Memory: KvPages.
+q_proj holds, head by head, d rows of q and then d rows of gate; at load its rows are reordered into
+one matrix [q | k | v | gate], so that q and k share their norm and rotary. Memory: KvPages.
 Shapes: B slots | R rows | H hidden | n query heads, m kv heads of this rank | d head width
 """
 
@@ -27,25 +28,26 @@ class Attention:
         heads, size = config.attention, device.tp.size
         self.n, self.d = heads.num_heads // size, heads.head_dim
         self.m = heads.kv_heads_of(size)
-        names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-        self.qkv_proj = ColumnLinear(torch.cat([params[name] for name in names]), device)
+        n, m, d = self.n, self.m, self.d
+        q, gate = params["q_proj.weight"].unflatten(0, (n, 2, d)).unbind(1)
+        parts = (q.flatten(0, 1), params["k_proj.weight"], params["v_proj.weight"])
+        self.in_proj = ColumnLinear(torch.cat((*parts, gate.flatten(0, 1))), device)
+        self.widths = ((n + m) * d, m * d, n * d)
         self.o_proj = RowLinear(params["o_proj.weight"], device)
-        self.q_norm = RmsNorm(params["q_norm.weight"], config.rms_norm_eps, device)
-        self.k_norm = RmsNorm(params["k_norm.weight"], config.rms_norm_eps, device)
+        scales = [params["q_norm.weight"].expand(n, -1), params["k_norm.weight"].expand(m, -1)]
+        self.qk_norm = RmsNorm(torch.cat(scales), config.rms_norm_eps, device)
         self.k_pages, self.v_pages = pages.k[index], pages.v[index]
         self.ops = device.ops
 
     def __call__(self, x: Tensor, rows: Rows) -> Tensor:
         """x [B, R, H] -> [B, R, H]; writes the rows' keys and values."""
-        n, m, d = self.n, self.m, self.d
-        ops = self.ops
-        q_gate, k, v = self.qkv_proj(x).split((2 * n * d, m * d, m * d), -1)
-        q, gate = q_gate.unflatten(-1, (n, 2, d)).unbind(-2)
-        q = ops.rotary(self.q_norm(q), rows.cos, rows.sin)
-        k = ops.rotary(self.k_norm(k.unflatten(-1, (m, d))), rows.cos, rows.sin)
+        n, m, d, ops = self.n, self.m, self.d, self.ops
+        qk, v, gate = self.in_proj(x).split(self.widths, -1)
+        qk = ops.rotary(self.qk_norm(qk.unflatten(-1, (n + m, d))), rows.cos, rows.sin)
+        q, k = qk.split((n, m), 2)
         ops.kv_write(self.k_pages, k, rows.kv_index)
         ops.kv_write(self.v_pages, v.unflatten(-1, (m, d)), rows.kv_index)
         out = ops.paged_attention(
             q, self.k_pages, self.v_pages, rows.block_table, rows.positions, rows.lengths
         )
-        return self.o_proj((out * torch.sigmoid(gate)).flatten(-2))
+        return self.o_proj(out.flatten(-2) * torch.sigmoid(gate))

@@ -29,13 +29,13 @@ def under(params: Params, prefix: str) -> dict[str, Tensor]:
 
 
 class RmsNorm:
-    """Zero-centred RMSNorm: y = x / rms(x) * (1 + weight), in float32."""
+    """Zero-centred RMSNorm: y = x / rms(x) * (1 + weight); weight float32, used as 1 + weight."""
 
     def __init__(self, weight: Tensor, eps: float, device: Device) -> None:
-        self.weight, self.eps, self.ops = weight, eps, device.ops
+        self.scale, self.eps, self.ops = weight + 1.0, eps, device.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.scale, self.eps)
 
 
 class Mlp:

@@ -10,7 +10,7 @@ Shapes: S slots + 1 | B batch | R rows, X most rows a pass leaves | P pages | ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Rows:
     """Most factor rows that any of the slots has waiting to be folded."""
     prefill: bool = False
     """True: every real row is kept, so states advance at once and no factors wait."""
+    fold: Tensor | None = None
+    """[B] int64: rows of the last pass to fold (GdnStates.locate)"""
+    history: Tensor | None = None
+    """[B, W-1] int64: where the conv rows before these lie (GdnStates.locate)"""
 
 
 class KvPages:
@@ -74,16 +78,17 @@ class GdnStates:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(layers, slots, *shape, dtype=dtype, device=device.torch_device)
 
+        self.widths = (key_heads * gdn.head_k_dim, heads * gdn.head_v_dim, heads)
+        self.key_shape = (key_heads, gdn.head_k_dim)
+        self.value_shape = (heads, gdn.head_v_dim)
         self.state = zeros(heads, gdn.head_k_dim, gdn.head_v_dim)
-        self.keys = zeros(rows, key_heads, gdn.head_k_dim)
-        self.delta = zeros(rows, heads, gdn.head_v_dim)
-        self.g = zeros(rows, heads)
+        self.factors = zeros(rows, sum(self.widths))  # k, delta and g of each waiting row
         self.conv = zeros(self.history + rows, channels, dtype=getattr(torch, run.dtype))
         self.kept = torch.zeros(slots, dtype=torch.int64, device=device.torch_device)
         self._taps = torch.arange(self.history, device=device.torch_device)
 
     def tensors(self) -> list[Tensor]:
-        return [self.state, self.keys, self.delta, self.g, self.conv]
+        return [self.state, self.factors, self.conv]
 
     def reset(self, slot: int) -> None:
         """Forget a slot's last tenant: a new one starts from zero state and zero history."""
@@ -95,41 +100,39 @@ class GdnStates:
         """slots [B], kept [B] with 1 <= kept <= rows of the last pass. Never clamped."""
         self.kept[slots] = kept
 
+    def locate(self, rows: Rows) -> Rows:
+        """Rows with what every layer needs of the slots' books, looked up once a pass."""
+        kept = self.kept[rows.slots]
+        first = rows.slots * self.conv.shape[2] + kept
+        return replace(rows, fold=kept, history=first.unsqueeze(1) + self._taps)
+
     def window(self, layer: int, rows: Rows, u: Tensor) -> Tensor:
         """Pre-conv rows u [B, R, C] behind the W-1 kept rows before them: [B, W-1+R, C]."""
-        first = self.kept[rows.slots]
-        history = self.conv[layer][rows.slots[:, None], first[:, None] + self._taps]
-        return torch.cat((history, u), 1)
+        return torch.cat((self.conv[layer].flatten(0, 1)[rows.history], u), 1)
 
     def settle(self, layer: int, rows: Rows, device: Device) -> Tensor:
         """Fold the kept rows of the last pass into the state; returns it [B, h, Dk, Dv]."""
-        slots, w = rows.slots, rows.waiting
-        state = self.state[layer][slots]
-        if w:
-            state = device.ops.gdn_fold(
-                state,
-                self.keys[layer][slots, :w],
-                self.delta[layer][slots, :w],
-                self.g[layer][slots, :w],
-                self.kept[slots],
-            )
-            self.state[layer][slots] = state
+        state = self.state[layer].index_select(0, rows.slots)
+        if rows.waiting:
+            waiting = self.factors[layer, :, : rows.waiting].index_select(0, rows.slots)
+            k, delta, g = waiting.split(self.widths, -1)
+            k, delta = k.unflatten(-1, self.key_shape), delta.unflatten(-1, self.value_shape)
+            assert rows.fold is not None
+            state = device.ops.gdn_fold(state, k, delta, g, rows.fold)
+            self.state[layer].index_copy_(0, rows.slots, state)
         return state
 
     def leave_factors(
         self, layer: int, rows: Rows, window: Tensor, k: Tensor, delta: Tensor, g: Tensor
     ) -> None:
         """Keep this pass's rows beside the state until it is known how many survive."""
-        slots, r = rows.slots, k.shape[1]
-        self.keys[layer][slots, :r] = k
-        self.delta[layer][slots, :r] = delta
-        self.g[layer][slots, :r] = g
-        self.conv[layer][slots, : window.shape[1]] = window
+        packed = torch.cat((k.flatten(2), delta.flatten(2), g), -1)
+        self.factors[layer, :, : k.shape[1]].index_copy_(0, rows.slots, packed)
+        self.conv[layer, :, : window.shape[1]].index_copy_(0, rows.slots, window)
 
     def advance(self, layer: int, rows: Rows, window: Tensor, state: Tensor) -> None:
         """Prefill: the state already holds every real row; keep the W-1 rows before the next."""
-        slots = rows.slots
-        self.state[layer][slots] = state
+        self.state[layer].index_copy_(0, rows.slots, state)
         index = rows.counts[:, None] + self._taps
         last = window.gather(1, index.unsqueeze(-1).expand(-1, -1, window.shape[-1]))
-        self.conv[layer][slots, : self.history] = last
+        self.conv[layer, :, : self.history].index_copy_(0, rows.slots, last)

@@ -8,7 +8,6 @@ a test compares the two. Page 0 is the null page and counts as a page.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +52,7 @@ def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
     model.check_divides(run.tensor_parallel)
     parts: dict[str, int] = {}
     for rule in rules(model, run):
-        num_bytes = math.prod(rule.local_shape) * rule.dtype(run).itemsize
-        parts[rule.part] = parts.get(rule.part, 0) + num_bytes
+        parts[rule.part] = parts.get(rule.part, 0) + rule.num_bytes(run)
     item, a = getattr(torch, run.dtype).itemsize, model.attention
     kv = {"target": len(model.full_layers) * a.kv_heads_of(run.tensor_parallel)}
     if run.draft_tokens:

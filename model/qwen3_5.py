@@ -31,6 +31,7 @@ class Qwen35:
         device: Device,
     ) -> None:
         self.embed_tokens = params["embed_tokens.weight"]
+        self.states = states
         self.norm = RmsNorm(params["norm.weight"], config.rms_norm_eps, device)
         self.layers: list[Block] = []
         for i, kind in enumerate(config.layer_types):
@@ -45,6 +46,7 @@ class Qwen35:
 
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """tokens [B, R] int64 -> hidden after the final norm [B, R, H]."""
+        rows = self.states.locate(rows)
         x = F.embedding(tokens, self.embed_tokens)
         for layer in self.layers:
             x = layer(x, rows)

@@ -9,6 +9,7 @@ error lists all differences. Names here are the checkpoint's without `model.lang
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,16 @@ class Rule:
     size: int
     part: str
     float32: bool = False
+    copies: int = 1
+    """How often it lies in memory: a norm shared by heads is laid out once a head."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.cut.local_shape(self.shape, self.size)
+
+    def num_bytes(self, run: RunConfig) -> int:
+        """Bytes that a rank holds of it once the layers are built."""
+        return math.prod(self.local_shape) * self.dtype(run).itemsize * self.copies
 
     def dtype(self, run: RunConfig) -> torch.dtype:
         return torch.float32 if self.float32 else getattr(torch, run.dtype)
@@ -56,7 +63,7 @@ def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
             table += _attention(model, f"{prefix}self_attn.", size, "target layers")
         else:
             table += _gdn(model, f"{prefix}linear_attn.", size)
-    table.append(Rule("norm.weight", (h,), WHOLE, size, "target layers"))
+    table.append(Rule("norm.weight", (h,), WHOLE, size, "target layers", float32=True))
     if not model.tie_word_embeddings:
         table.append(Rule("lm_head.weight", (v, h), rows(v), size, "head"))
     if run.draft_tokens:
@@ -67,8 +74,8 @@ def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
 def _block(model: ModelConfig, prefix: str, size: int, part: str) -> list[Rule]:
     h, i = model.hidden_size, model.intermediate_size
     return [
-        Rule(f"{prefix}input_layernorm.weight", (h,), WHOLE, size, part),
-        Rule(f"{prefix}post_attention_layernorm.weight", (h,), WHOLE, size, part),
+        Rule(f"{prefix}input_layernorm.weight", (h,), WHOLE, size, part, float32=True),
+        Rule(f"{prefix}post_attention_layernorm.weight", (h,), WHOLE, size, part, float32=True),
         Rule(f"{prefix}mlp.gate_proj.weight", (i, h), rows(i), size, part),
         Rule(f"{prefix}mlp.up_proj.weight", (i, h), rows(i), size, part),
         Rule(f"{prefix}mlp.down_proj.weight", (h, i), columns(i), size, part),
@@ -79,13 +86,14 @@ def _attention(model: ModelConfig, prefix: str, size: int, part: str) -> list[Ru
     h, a = model.hidden_size, model.attention
     q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     kv_rows = rows(kv, a.num_kv_heads)
+    d, n, m = a.head_dim, a.num_heads // size, a.kv_heads_of(size)
     return [
         Rule(f"{prefix}q_proj.weight", (2 * q, h), rows(2 * q, a.num_heads), size, part),
         Rule(f"{prefix}k_proj.weight", (kv, h), kv_rows, size, part),
         Rule(f"{prefix}v_proj.weight", (kv, h), kv_rows, size, part),
         Rule(f"{prefix}o_proj.weight", (h, q), columns(q, a.num_heads), size, part),
-        Rule(f"{prefix}q_norm.weight", (a.head_dim,), WHOLE, size, part),
-        Rule(f"{prefix}k_norm.weight", (a.head_dim,), WHOLE, size, part),
+        Rule(f"{prefix}q_norm.weight", (d,), WHOLE, size, part, float32=True, copies=n),
+        Rule(f"{prefix}k_norm.weight", (d,), WHOLE, size, part, float32=True, copies=m),
     ]
 
 
@@ -112,9 +120,9 @@ def _draft(model: ModelConfig, run: RunConfig) -> list[Rule]:
     h, v, size, part = model.hidden_size, model.vocab_size, run.draft_size, "draft body"
     table = [
         Rule("mtp.fc.weight", (h, 2 * h), WHOLE, size, part),
-        Rule("mtp.pre_fc_norm_embedding.weight", (h,), WHOLE, size, part),
-        Rule("mtp.pre_fc_norm_hidden.weight", (h,), WHOLE, size, part),
-        Rule("mtp.norm.weight", (h,), WHOLE, size, part),
+        Rule("mtp.pre_fc_norm_embedding.weight", (h,), WHOLE, size, part, float32=True),
+        Rule("mtp.pre_fc_norm_hidden.weight", (h,), WHOLE, size, part, float32=True),
+        Rule("mtp.norm.weight", (h,), WHOLE, size, part, float32=True),
         *_block(model, "mtp.layers.0.", size, part),
         *_attention(model, "mtp.layers.0.self_attn.", size, part),
     ]
@@ -237,7 +245,7 @@ def load(
     table = rules(model, run)
     checkpoint = Checkpoint(Path(run.model_dir))
     checkpoint.check(table, lambda name: is_ignored(name, model, run))
-    sizes = [torch.Size(r.local_shape).numel() * r.dtype(run).itemsize for r in table]
+    sizes = [rule.num_bytes(run) for rule in table]
     done, total, params = 0, sum(sizes), {}
     for rule, num_bytes in zip(table, sizes, strict=True):
         share = rank if rule.size > 1 else 0

@@ -41,12 +41,12 @@ class Ops(Protocol):
         """x [..., in], weight [out, in] -> [..., out]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Zero-centred RMSNorm over the last dim: x / rms(x) * (1 + weight)."""
+    def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * scale over the last dim, in x's dtype; scale [d] or [n, d], float32."""
         ...
 
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
-        """GDN output norm: weight * x / rms(x) * act(z); plain weight; in z's dtype."""
+        """GDN output norm: weight * x / rms(x) * act(z), in z's dtype; weight float32."""
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -83,24 +83,25 @@ class Ops(Protocol):
         ...
 
     def gdn_gates(
-        self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor
+        self, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """a, b [B, R, h] -> log decay g = -exp(a_log) softplus(a + dt_bias) and beta, float32."""
+        """a, b [B, R, h]; rate [h] = -exp(A_log), float32 -> g = rate * softplus(a + dt_bias),
+        a log decay at most 0, and beta = sigmoid(b), both float32."""
         ...
 
-    def gdn_qk_norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k [B, R, k, Dk] -> float32, length 1 (eps 1e-6 in the root), q times Dk^-0.5."""
+    def gdn_qk_norm(self, qk: Tensor) -> Tensor:
+        """qk [B, R, 2, k, Dk] -> each vector at length 1 (1e-6 inside the root), float32."""
         ...
 
     def gdn_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+        self, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The gated delta rule over R rows from `state`, in chunk form.
 
-        q, k [B, R, k, Dk]; v [B, R, h, Dv]; g, beta [B, R, h]; state [B, h, Dk, Dv]; float32.
-        -> o [B, R, h, Dv] and delta [B, R, h, Dv]. With k and g, delta is what a row adds to the
-        state; row t's depends on rows up to t only, so any prefix can be folded later.
-        Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.
+        qk [B, R, 2, k, Dk]; v [B, R, h, Dv]; g, beta [B, R, h]; state [B, h, Dk, Dv]; float32.
+        -> o [B, R, h, Dv], read with q * Dk^-0.5, and delta [B, R, h, Dv]. With k and g, delta is
+        what a row adds to the state; row t's depends on rows up to t only, so any prefix can be
+        folded later. Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.
         """
         ...
 

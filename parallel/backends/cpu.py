@@ -8,23 +8,30 @@ Shapes as in parallel/device.py; no operation remembers anything.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FEW_ROWS = 16
+"""Up to here the weight is the left factor: it streams once, where the other order repacks it."""
 
 
 class CpuOps:
     """The CPU backend; see parallel.device.Ops for shapes and meaning."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        num_rows = x.numel() // x.shape[-1]
+        if 1 < num_rows <= FEW_ROWS:
+            return torch.mm(weight, x.reshape(num_rows, -1).t()).t().reshape(*x.shape[:-1], -1)
         return F.linear(x, weight)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps)
-        return y.to(x.dtype)
+    def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * scale).to(x.dtype)
 
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
-        y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+        y = F.rms_norm(x.float(), x.shape[-1:], weight, eps)
         act = F.silu(z.float()) if gate == "silu" else torch.sigmoid(z.float())
         return (y * act).to(z.dtype)
 
@@ -76,53 +83,65 @@ class CpuOps:
         return F.silu(y).to(window.dtype)
 
     def gdn_gates(
-        self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor
+        self, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        g = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-        return g, torch.sigmoid(b.float())
+        return F.softplus(a.float() + dt_bias) * rate, torch.sigmoid(b.float())
 
-    def gdn_qk_norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = q.float(), k.float()
-        q = q * (torch.rsqrt((q * q).sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5)
-        k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6)
-        return q, k
+    def gdn_qk_norm(self, qk: Tensor) -> Tensor:
+        qk = qk.float()
+        return qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + 1e-6)
 
     def gdn_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+        self, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        repeat = v.shape[2] // k.shape[2]
-        rows = q.shape[1]
-        q, k, v, g = (t.transpose(1, 2) for t in (q, k, v, g))  # [B, heads, R, *]
-        if repeat > 1:
-            q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
-        beta = beta.transpose(1, 2).unsqueeze(-1)
+        num_slots, rows, _, key_heads, dk = qk.shape
+        repeat = v.shape[2] // key_heads
+        v, g, beta = v.transpose(1, 2), g.transpose(1, 2), beta.transpose(1, 2).unsqueeze(-1)
+        # q rows, then k rows, by value head: one product with the state, one with the keys.
+        qk = qk.permute(0, 3, 2, 1, 4).unsqueeze(2).expand(-1, -1, repeat, -1, -1, -1)
+        qk = qk.reshape(num_slots, key_heads * repeat, 2 * rows, dk)
+        k = qk[:, :, rows:]
+        read_q, read_k = (qk @ state).split(rows, 2)  # [B, h, R, Dv]
+        dot_q, dot_k = (qk @ k.transpose(-1, -2)).split(rows, 2)  # [B, h, R, R]
         grown = g.cumsum(-1).exp().unsqueeze(-1)
-        delta = beta * (v - grown * (k @ state))
-        out = grown * (q @ state)
+        delta = beta * (v - grown * read_k)
+        out = grown * read_q
         if rows == 1:
-            out = out + (q * k).sum(-1, keepdim=True) * delta
-            return out.transpose(1, 2), delta.transpose(1, 2)
-        # Sums of g over rows j+1..i, term by term: differences of running sums would cancel.
-        later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-        between = g.unsqueeze(-1).expand(*g.shape, rows).masked_fill(~later.t(), 0.0).cumsum(-2)
-        between = between.exp().masked_fill(later, 0.0)  # [B, h, R, R]
-        mixed = (k @ k.transpose(-1, -2)) * between * beta
-        delta = torch.linalg.solve_triangular(mixed, delta, upper=False, unitriangular=True)
-        out = out + ((q @ k.transpose(-1, -2)) * between) @ delta
-        return out.transpose(1, 2), delta.transpose(1, 2)
+            out = out + dot_q * delta
+        else:
+            between = (g @ _between(rows)).unflatten(-1, (rows, rows)).exp() * _causal(rows)
+            mixed = dot_k * between * beta
+            delta = torch.linalg.solve_triangular(mixed, delta, upper=False, unitriangular=True)
+            out = out + (dot_q * between) @ delta
+        return (out * dk**-0.5).transpose(1, 2), delta.transpose(1, 2)
 
     def gdn_fold(self, state: Tensor, k: Tensor, delta: Tensor, g: Tensor, kept: Tensor) -> Tensor:
-        alive = torch.arange(k.shape[1], device=k.device) < kept.unsqueeze(-1)  # [B, R]
-        g = g.masked_fill(~alive.unsqueeze(-1), 0.0)
-        to_end = g.flip(1).cumsum(1).flip(1)  # row t: sum of g over t.. [B, R, h]
-        after = F.pad(to_end[:, 1:], (0, 0, 0, 1)).exp() * alive.unsqueeze(-1)
+        rows, key_heads = k.shape[1:3]
+        alive = (torch.arange(rows, device=k.device) < kept.unsqueeze(-1)).unsqueeze(-1)
+        g = g * alive  # [B, R, h]
+        after = (_causal(rows).t() @ g - g).exp() * alive  # decay of each row to the last kept
         weighted = (delta * after.unsqueeze(-1)).transpose(1, 2)  # [B, h, R, Dv]
-        keys = k.permute(0, 2, 3, 1)  # [B, k, Dk, R]
-        repeat = delta.shape[2] // k.shape[2]
-        if repeat > 1:
-            keys = keys.repeat_interleave(repeat, 1)
-        return state * to_end[:, 0].exp()[..., None, None] + keys @ weighted
+        keys = k.permute(0, 2, 3, 1).unsqueeze(2)  # [B, k, 1, Dk, R]
+        keys = keys.expand(-1, -1, delta.shape[2] // key_heads, -1, -1).flatten(1, 2)
+        return state * g.sum(1).exp()[..., None, None] + keys @ weighted
 
     def top_row(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         value, index = logits.float().max(-1)
         return value, index
+
+
+@cache
+def _causal(rows: int) -> Tensor:
+    """[R, R] float32: 1 where column <= row."""
+    return torch.ones(rows, rows).tril()
+
+
+@cache
+def _between(rows: int) -> Tensor:
+    """[R, R * R] float32: sums g over rows j+1..i, at i * R + j, term by term.
+
+    Differences of running sums would cancel where a decay is strong.
+    """
+    row = torch.arange(rows)
+    inside = (row[:, None, None] <= row[:, None]) & (row[:, None, None] > row)
+    return inside.float().flatten(1)

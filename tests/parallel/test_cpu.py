@@ -17,17 +17,19 @@ def gdn_inputs(rows: int, strong: bool, seed: int = 0):
         return torch.randn(*shape, generator=generator)
 
     b, k, h, dk, dv = 3, 2, 6, 8, 12
-    q, key = OPS.gdn_qk_norm(rand(b, rows, k, dk), rand(b, rows, k, dk))
-    a_log = torch.full((h,), 2.7 if strong else -1.0)
+    qk = OPS.gdn_qk_norm(rand(b, rows, 2, k, dk))
+    rate = torch.full((h,), -15.0 if strong else -0.4)
     g, beta = OPS.gdn_gates(
-        rand(b, rows, h) + (8.0 if strong else 0.0), rand(b, rows, h), a_log, torch.zeros(h)
+        rand(b, rows, h) + (8.0 if strong else 0.0), rand(b, rows, h), rate, torch.zeros(h)
     )
-    return q, key, rand(b, rows, h, dv), g, beta, rand(b, h, dk, dv)
+    return qk, rand(b, rows, h, dv), g, beta, rand(b, h, dk, dv)
 
 
-def recurrent(q, k, v, g, beta, state):
+def recurrent(qk, v, g, beta, state):
     """The delta rule row by row in float64: decay, delta, update, read."""
-    q, k, v, g, beta, state = (t.double() for t in (q, k, v, g, beta, state))
+    qk, v, g, beta, state = (t.double() for t in (qk, v, g, beta, state))
+    q, k = qk.unbind(2)
+    q = q * q.shape[-1] ** -0.5
     repeat = v.shape[2] // k.shape[2]
     states, outs = [state], []
     for t in range(q.shape[1]):
@@ -47,7 +49,8 @@ def test_rows_and_fold_equal_the_recurrence(rows: int, strong: bool) -> None:
     """Also with decays of e^-100 a row, where running sums of g would cancel."""
     inputs = gdn_inputs(rows, strong)
     want, states = recurrent(*inputs)
-    _, k, _, g, _, state = inputs
+    qk, _, g, _, state = inputs
+    k = qk[:, :, 1]
     out, delta = OPS.gdn_rows(*inputs)
     assert (out - want).abs().max() < 5e-6
     for kept in {0, 1, rows // 2, rows}:
