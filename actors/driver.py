@@ -184,7 +184,6 @@ class Driver:
     ) -> None:
         """load_text runs in a thread while the ranks load; None: prompts are token ids only."""
         self.limits = limits
-        self.ready = False
         self._ranks = ranks
         self._watchdog_s = watchdog_s
         self._load_text = load_text
@@ -203,7 +202,7 @@ class Driver:
         self._tally = Tally(limits.draft_tokens)
         self._counts = {"submitted": 0, "finished": 0, "aborted": 0, "failed": 0}
         self._steps = 0
-        self._busy_s = 0.0
+        self._step_s = self._busy_s = 0.0
         self._started_s = self._alive_s = self._busy_since_s = time.monotonic()
 
     async def start(self) -> None:
@@ -228,8 +227,8 @@ class Driver:
         await self.submit(Request(prompt=[0], sampling=Sampling(max_tokens=1))).result()
         self._tally = Tally(self.limits.draft_tokens)
         self._counts = dict.fromkeys(self._counts, 0)
-        self._steps, self._busy_s, self._started_s = 0, 0.0, time.monotonic()
-        self.ready = True
+        self._steps, self._started_s = 0, time.monotonic()
+        self._step_s = self._busy_s = 0.0
 
     def submit(self, request: Request) -> Handle:
         """Queue a request. RequestError (QueueFullError) or EngineDeadError at once."""
@@ -287,7 +286,7 @@ class Driver:
         self._due.set()
 
     def stats(self) -> dict[str, Any]:
-        """Sums since start; tokens_per_s counts the time in which there was work."""
+        """Sums since start. busy_s: there was work; step_s of it: the leader was in a step."""
         now, tally, books = time.monotonic(), self._tally, self._scheduler.books
         busy_s = self._busy_s + (now - self._busy_since_s if self._working.is_set() else 0.0)
         return {
@@ -299,6 +298,7 @@ class Driver:
             "free_pages": books.free_pages,
             "num_pages": books.num_pages,
             "steps": self._steps,
+            "step_s": self._step_s,
             "iterations": tally.iterations,
             "drafted": tally.drafted,
             "accepted": tally.accepted,
@@ -325,6 +325,7 @@ class Driver:
     def _take(self, event: StepEvent) -> None:
         self._alive_s = time.monotonic()
         self._steps += 1
+        self._step_s += event.step_s
         ended = False
         for progress in event.progress:
             entry = self._scheduler.advance(progress)

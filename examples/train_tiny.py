@@ -9,17 +9,10 @@ Letters: B batch, S tokens in a window, T draft rows (S - DRAFT_STEPS), V vocabu
 """
 
 import argparse
-import ast
 import csv
 import json
 import math
-import random
-import re
 import shutil
-import subprocess
-import sys
-import tarfile
-import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -28,335 +21,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tiny_corpus import END_OF_TEXT, IM_END, SEED, SPECIAL, VOCAB_SIZE, prepare
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GenerationConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-PACKAGES = {
-    "Django==5.1.4": "BSD-3-Clause",
-    "SQLAlchemy==2.0.36": "MIT",
-    "alembic==1.14.0": "MIT",
-    "attrs==24.2.0": "MIT",
-    "celery==5.4.0": "BSD-3-Clause",
-    "Flask==3.1.0": "BSD-3-Clause",
-    "ipython==8.30.0": "BSD-3-Clause",
-    "Jinja2==3.1.4": "BSD-3-Clause",
-    "networkx==3.4.2": "BSD-3-Clause",
-    "peewee==3.17.8": "MIT",
-    "pip==24.3.1": "MIT",
-    "pymongo==4.10.1": "Apache-2.0",
-    "pytest==8.3.4": "MIT",
-    "salt==3006.9": "Apache-2.0",
-    "Scrapy==2.12.0": "BSD-3-Clause",
-    "setuptools==75.6.0": "MIT",
-    "Sphinx==8.1.3": "BSD-2-Clause",
-    "tornado==6.4.2": "Apache-2.0",
-    "Twisted==24.11.0": "MIT",
-    "Werkzeug==3.1.3": "BSD-3-Clause",
-    "dask==2024.12.0": "BSD-3-Clause",
-    "distributed==2024.12.0": "BSD-3-Clause",
-    "jupyterhub==5.2.1": "BSD-3-Clause",
-    "kombu==5.4.2": "BSD-3-Clause",
-    "sympy==1.13.3": "BSD-3-Clause",
-    "trio==0.27.0": "MIT OR Apache-2.0",
-    "xarray==2024.11.0": "Apache-2.0",
-}
-SEED = 20
-VOCAB_SIZE = 4096
 DRAFT_STEPS = 3
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>") + (
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-END_OF_TEXT, _, IM_END = range(3)
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-QUESTIONS = (
-    "{title}",
-    "{title}?",
-    "Tell me about {title} in {package}.",
-    "What does the {package} documentation say about {title}?",
-    "Explain {title}.",
-    "{package}: {title}",
-)
-
-
-# ---------------------------------------------------------------- text
-
-SKIPPED_FILES = re.compile(
-    r"/tests?/|/test_|/locale|licen[sc]e|changes\.|changelog|/topics/releases/|authors|"
-    r"contributors|requirements|_build|/migrations/|/_?vendor",
-    re.IGNORECASE,
-)
-CODE_DIRECTIVES = [
-    "code-block",
-    "code",
-    "sourcecode",
-    "parsed-literal",
-    "console",
-    "testcode",
-    "ipython",
-    "prompt",
-]
-PROSE_DIRECTIVES = {
-    "note": "Note: ",
-    "warning": "Warning: ",
-    "tip": "Tip: ",
-    "admonition": "",
-} | dict.fromkeys(("topic", "important", "hint", "caution", "rubric", "seealso"), "")
-OBJECT_DIRECTIVES = re.compile(
-    r"(py:)?(class|method|function|attribute|data|exception|classmethod|staticmethod)|setting|"
-    r"option|django-admin|templatefilter|templatetag|fieldlookup|confval|conf_\w+|describe|jinja\w+"
-)
-RULE = re.compile(r"^([=\-~^\"'`#*+.:_])\1{2,}\s*$")
-DIRECTIVE = re.compile(r"^(\s*)\.\. ([\w:-]+?)::\s*(.*)$")
-BULLET = re.compile(r"^(?:[-*+•]|\d+\.|#\.|\(?[a-z\d]\))\s+")
-INLINE = (
-    (re.compile(r":[\w:+.-]+:`[~!]?([^`<]+?)\s*<[^`>]*>`"), r"\1"),
-    (re.compile(r":(?:doc|ref|term|abbr|dfn|guilabel):`[~!/]*([^`]+)`"), r"\1"),
-    (re.compile(r":[\w:+.-]+:`[~!._]*([^`]+)`"), r"`\1`"),
-    (re.compile(r"``(.+?)``"), "`\\1`"),
-    (re.compile(r"`([^`<]+?)\s*<[^`>]+>`_{1,2}"), r"\1"),
-    (re.compile(r"`(\S[^`]*)`_{1,2}(?!\w)"), r"\1"),
-    (re.compile(r"(?<!\*)\*{1,2}(?=\w)([^*\n]+?)(?<=\S)\*{1,2}"), r"\1"),
-    (re.compile(r" ?\[[#\w]+\]_"), ""),
-    (re.compile(r"\|([\w .-]+)\|"), r"\1"),
-    (re.compile(r"\\([*`_ ])"), r"\1"),
-    (re.compile(r"(?:https?|ftp)://[^\s>)`'\",]+"), "https://example.com"),
-)
-
-
-def indent_of(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def take_block(lines: list[str], start: int, indent: int) -> tuple[list[str], int]:
-    """The lines from `start` that are blank or deeper than `indent`, and where they end."""
-    end = start
-    while end < len(lines) and (not lines[end].strip() or indent_of(lines[end]) > indent):
-        end += 1
-    return textwrap.dedent("\n".join(lines[start:end])).strip("\n").split("\n"), end
-
-
-def inline(text: str) -> str:
-    for pattern, replacement in INLINE:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def paragraph(lines: list[str]) -> str:
-    """Joins wrapped lines; each list item becomes one line; tables vanish."""
-    if lines[0].lstrip().startswith(">>>"):
-        return "\n".join(lines)
-    if any(re.fullmatch(r"[-=+| ]{6,}", line) for line in lines):
-        return ""
-    items: list[str] = []
-    for line in lines:
-        text = line.strip()
-        if BULLET.match(text):
-            items.append(" " * min(indent_of(line), 4) + BULLET.sub("- ", text))
-        elif items:
-            items[-1] += " " + text
-        else:
-            items.append(text)
-    return inline("\n".join(items))
-
-
-def directive(match: re.Match[str], block: list[str]) -> list[str]:
-    """What a reader would see of one reStructuredText directive."""
-    name, argument = match[2], match[3]
-    while block and re.match(r"^:[\w-]+:", block[0]):
-        block = block[1:]
-    body = "\n".join(block).strip("\n")
-    if name in CODE_DIRECTIVES:
-        return [textwrap.indent(body, "    ")]
-    if name in PROSE_DIRECTIVES:
-        inner = plain_text(f"{argument}\n{body}" if name != "admonition" else body)
-        return [PROSE_DIRECTIVES[name] + inner] if inner else []
-    if OBJECT_DIRECTIVES.fullmatch(name):
-        return [f"`{argument}`", plain_text(body)]
-    if name in ("versionadded", "versionchanged", "deprecated"):
-        return [plain_text(body)]
-    return []
-
-
-def plain_text(source: str) -> str:
-    """reStructuredText without its markup: '#' headings, one line a paragraph, indented code."""
-    lines, blocks, levels = source.expandtabs(4).splitlines(), [], []
-    i = 0
-    while i < len(lines):
-        line = lines[i]
-        if not line.strip() or RULE.match(line):
-            i += 1
-            continue
-        if match := DIRECTIVE.match(line):
-            block, i = take_block(lines, i + 1, indent_of(line))
-            blocks += directive(match, block)
-            continue
-        if line.lstrip().startswith((".. ", "__ ")):
-            is_target = re.match(r"\s*(\.\. _|__ )", line)
-            i = i + 1 if is_target else take_block(lines, i + 1, indent_of(line))[1]
-            continue
-        rule = RULE.match(lines[i + 1]) if i + 1 < len(lines) else None
-        if rule and not line.startswith(" " * 3):
-            mark = rule[1] + ("o" if i and RULE.match(lines[i - 1]) else "")
-            levels += [mark] if mark not in levels else []
-            blocks.append("#" * (levels.index(mark) + 1) + " " + inline(line.strip()))
-            i += 2
-            continue
-        if re.match(r"^:[\w -]+:\s*\S*$", line):
-            i += 1
-            continue
-        end = i + 1
-        while end < len(lines) and lines[end].strip() and not DIRECTIVE.match(lines[end]):
-            end += 1
-        text = paragraph(lines[i:end])
-        i = end
-        if text.endswith("::"):
-            blocks.append(text[:-1] if len(text) > 2 else "")
-            code, i = take_block(lines, end, indent_of(lines[end - 1].removesuffix("::")))
-            text = textwrap.indent("\n".join(code), "    ")
-        blocks.append(text)
-    return "\n\n".join(block.rstrip() for block in blocks if block.strip())
-
-
-def docstrings(source: str) -> str:
-    """The longer docstrings of a module, one section each."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # packages ship templates and old syntax too
-        return ""
-    sections = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            text = ast.get_docstring(node) or ""
-            if len(text) > 150:
-                title = f"# {node.name}\n\n" if not isinstance(node, ast.Module) else ""
-                sections.append(title + plain_text(text))
-    return "\n\n".join(sections)
-
-
-def documents(archive: Path) -> list[str]:
-    """The readable documents of one source package."""
-    found = []
-    with tarfile.open(archive) as package:
-        for member in package:
-            path = "/" + member.name.partition("/")[2]
-            is_prose = path.endswith((".rst", ".txt")) and path.startswith("/doc")
-            is_code = path.endswith(".py")
-            if not member.isfile() or SKIPPED_FILES.search(path) or not (is_prose or is_code):
-                continue
-            handle = package.extractfile(member)
-            assert handle is not None
-            source = handle.read().decode("utf-8", "replace")
-            text = docstrings(source) if is_code else plain_text(source)
-            letters = sum(c.isascii() and c.isalpha() for c in text)
-            if len(text) > 500 and letters > 0.6 * len(text):
-                found.append(text)
-    return found
-
-
-def conversation(text: str, package: str, rng: random.Random) -> list[str]:
-    """Sections of a document as ChatML turns: the heading asks, the first paragraphs answer."""
-    turns = []
-    for section in re.split(r"(?m)^(?=#+ )", text):
-        heading, _, body = section.partition("\n")
-        title, answer = heading.lstrip("# ").rstrip("."), ""
-        for block in body.strip().split("\n\n"):
-            if answer and len(answer) + len(block) > 600:
-                break
-            answer += ("\n\n" if answer else "") + block
-        if heading.startswith("#") and 80 < len(answer) < 1200 and len(title) < 80:
-            question = rng.choice(QUESTIONS).format(title=title, package=package)
-            turns.append(
-                f"<|im_start|>user\n{question}<|im_end|>\n"
-                f"<|im_start|>assistant\n{answer}<|im_end|>\n"
-            )
-    return turns
-
-
-# ---------------------------------------------------------------- prepare
-
-
-def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE of VOCAB_SIZE with Qwen's split rule; special tokens take the first ids."""
-    split = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def pick_prompts(held_out: list[str], turns: list[str], tokenizer: Tokenizer) -> dict[str, list]:
-    """Evaluation prompts from held-out documents: 40 openings of 64 tokens, 8 questions."""
-    rng, texts = random.Random(SEED), []
-    for text in held_out:
-        starts = [m.end() for m in re.finditer(r"\n\n(?=[A-Z])", text[: len(text) // 2])]
-        ids = tokenizer.encode(text[rng.choice(starts) :]).ids if starts else []
-        texts += [ids[:64]] if len(ids) >= 64 else []
-    cut = "<|im_start|>assistant\n"
-    chats = [tokenizer.encode(turn.partition(cut)[0] + cut).ids for turn in turns]
-    return {"text": rng.sample(texts, min(40, len(texts))), "chat": rng.sample(chats, 8)}
-
-
-def prepare(work: Path) -> None:
-    """Downloads PACKAGES and leaves train.bin, held_out.bin (uint16), prompts and tokenizer."""
-    rng = random.Random(SEED)
-    parts: dict[str, list[str]] = {"train": [], "held_out": []}
-    turns: dict[str, list[str]] = {"train": [], "held_out": []}
-    sizes = {}
-    for pin in PACKAGES:
-        folder = work / "packages" / pin
-        if not list(folder.glob("*.tar.gz")):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", pin]
-            only = ["--no-binary", pin.partition("==")[0], "--dest", str(folder)]
-            subprocess.run([*command, *only], check=True)
-        texts = documents(next(folder.glob("*.tar.gz")))
-        sizes[pin] = (len(texts), sum(map(len, texts)))
-        print(pin, *sizes[pin], flush=True)
-        for text in texts:
-            part = "held_out" if rng.random() < 0.03 else "train"
-            parts[part].append(text)
-            turns[part] += conversation(text, pin.partition("==")[0], rng)
-    tokenizer = train_tokenizer(parts["train"])
-    tokenizer.save(str(work / "tokenizer.json"))
-    (work / "sources.json").write_text(json.dumps(sizes, indent=1))
-    prompts = pick_prompts(parts["held_out"], turns["held_out"], tokenizer)
-    (work / "prompts.json").write_text(json.dumps(prompts))
-    for part, texts in parts.items():
-        rng.shuffle(turns[part])
-        budget, chats = 0.1 * sum(map(len, texts)), []
-        while turns[part] and budget > 0:
-            chats.append(turns[part].pop())
-            budget -= len(chats[-1])
-        mixed = texts + chats
-        rng.shuffle(mixed)
-        ids = [i for e in tokenizer.encode_batch(mixed) for i in [*e.ids, END_OF_TEXT]]
-        np.array(ids, dtype=np.uint16).tofile(work / f"{part}.bin")
-        print(part, len(texts), "documents", len(chats), "conversations", len(ids), "tokens")
 
 
 # ---------------------------------------------------------------- model
@@ -692,7 +369,7 @@ def evaluate(args: argparse.Namespace) -> None:
     )
     samples = []
     for kind, prompts in json.loads((args.work / "prompts.json").read_text()).items():
-        iterations, num_tokens = [], 0
+        iterations, early, num_tokens = [], [], 0
         for prompt in prompts[: args.prompts]:
             ids = torch.tensor([prompt], device=args.device)
             ids = target.generate(
@@ -700,19 +377,23 @@ def evaluate(args: argparse.Namespace) -> None:
             )
             num_tokens += ids.shape[1] - len(prompt)
             iterations += accepted_drafts(target, draft, ids, len(prompt))
+            early += accepted_drafts(target, draft, ids[:, : len(prompt) + 32], len(prompt))
             new = tokenizer.decode(ids[0, len(prompt) :].tolist(), skip_special_tokens=False)
             samples.append([kind, tokenizer.decode(prompt, skip_special_tokens=False), new])
         by_step = np.array(iterations, dtype=float).mean(axis=0).round(4).tolist()
         report[kind] = {
-            "prompts": len(prompts),
+            "prompts": len(prompts[: args.prompts]),
             "tokens": num_tokens,
             "drafted": len(iterations) * DRAFT_STEPS,
             "accepted": int(np.sum(iterations)),
             "rate": round(float(np.mean(iterations)), 4),
             "rate_by_position": by_step,
+            "rate_in_first_32_tokens": round(float(np.mean(early)), 4),
         }
     print(json.dumps(report, indent=1))
-    (args.out / "evaluation.json").write_text(json.dumps(report | {"samples": samples}, indent=1))
+    (args.out / "evaluation.json").write_text(
+        json.dumps(report | {"samples": samples[::8]}, indent=1)
+    )
 
 
 def main() -> None:
@@ -723,13 +404,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/tiny"), help="the checkpoint folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2155)
     parser.add_argument("--minutes", type=float, default=1e9, help="ends the schedule earlier")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--window", type=int, default=1024, help="tokens in a training row")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--draft-weight", type=float, default=0.3)
-    parser.add_argument("--log-every", type=int, default=25)
+    parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--windows", type=int, default=10**9, help="held-out windows evaluated")
     parser.add_argument("--prompts", type=int, default=40, help="prompts of each kind evaluated")
     args = parser.parse_args()

@@ -148,8 +148,12 @@ class ThreadRanks:
         greet(inbox, Hello(epoch=0, rank=0), expect=DRIVER, timeout_s=5)
         await self._wire.receive_async(Hello)
         loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, max_burst=self.max_burst)]
-        for post, runner, (_, relay) in zip(self._posts[1:], self.runners[1:], opened, strict=True):
-            loops.append(RankLoop(runner, wire=post.connect(relay), followers=None))
+        for rank, (mine, address) in enumerate(opened, start=1):
+            wire = self._posts[rank].connect(address)
+            wire.send(Hello(epoch=0, rank=rank))
+            greet(mine, Hello(epoch=0, rank=0), expect=rank, timeout_s=5)
+            wire.receive(Hello, 5)
+            loops.append(RankLoop(self.runners[rank], wire=wire, followers=None))
         for rank, loop in enumerate(loops):
             body = threading.Thread(target=self._body, args=(rank, loop, asyncio.get_event_loop()))
             body.start()
@@ -158,7 +162,7 @@ class ThreadRanks:
     def _body(self, rank: int, loop: RankLoop, home: asyncio.AbstractEventLoop) -> None:
         try:
             loop.run()
-        except (RuntimeError, zmq.ZMQError) as problem:
+        except (RuntimeError, ConnectionError, zmq.ZMQError) as problem:
             if not self.killed:
                 error = EngineDeadError(f"rank {rank} failed: {problem}")
                 home.call_soon_threadsafe(self._fail, error)
