@@ -452,15 +452,11 @@ class DriverActor:
             load_text=lambda: load_text(Path(setup.run.model_dir)),
         )
         await self._driver.start()
-        return [str(warning.message) for warning in caught] + await self._ranks.notes()
+        return [str(warning.message) for warning in caught] + self._ranks.notes()
 
     async def progress(self) -> tuple[int, int]:
         """Bytes loaded and to load, over all ranks; zeros before they know."""
-        try:
-            parts = await self._ranks.stats()
-        except (AttributeError, EngineDeadError):
-            return 0, 0
-        return sum(p["loaded_bytes"] for p in parts), sum(p["total_bytes"] for p in parts)
+        return self._ranks.loaded_bytes if hasattr(self, "_ranks") else (0, 0)
 
     async def generate(self, requests: list[Request]) -> list[Completion]:
         return await self._driver.generate(requests)
@@ -476,7 +472,7 @@ class DriverActor:
     async def stats(self) -> dict[str, Any]:
         return self._driver.stats() | {
             "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
-            "ranks": await self._ranks.stats(),
+            "ranks": self._ranks.stats(),
         }
 
     async def close(self) -> None:

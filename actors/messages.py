@@ -117,6 +117,15 @@ class Hello(msgspec.Struct, frozen=True):
     """-1 is the driver."""
 
 
+class Loading(msgspec.Struct, frozen=True):
+    """How far the leader's weights are, before its first StepEvent."""
+
+    done_bytes: int
+    total_bytes: int
+    ended: bool = False
+    """True on the last one: weights loaded, warmed up."""
+
+
 class Orders(msgspec.Struct, frozen=True):
     """The driver's word to the leader: commands in order; `stop` ends every rank's run()."""
 

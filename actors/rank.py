@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from actors.messages import Address, DivergenceError, Hello, Orders, Postbox, Wire
+from actors.messages import Address, DivergenceError, Hello, Loading, Orders, Postbox, Wire
 from actors.placement import device_index
 from model.config import RunConfig
 from model.step import Join, Leave, Plan, Progress, StepEvent
@@ -192,7 +192,7 @@ class Rank:
         self._inbox: Wire | None = None
         self._relays: list[Wire] = []
         self._loop: RankLoop | None = None
-        self._loaded = (0, 0)
+        self._told_bytes = 0
 
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
         """Rank 0: open store and wires, before anything slow. peers: which followers are here."""
@@ -232,8 +232,8 @@ class Rank:
         kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
         self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
 
-    def load(self, index: int) -> dict[str, int]:
-        """Weights onto device `index`, and warm-up. Returns allocated bytes by part."""
+    def load(self, index: int) -> dict[str, Any]:
+        """Weights onto device `index`, and warm-up. Returns what there is to know of this rank."""
         from model.runner import Runner
         from parallel.device import open_device
 
@@ -244,7 +244,15 @@ class Rank:
         self._runner.warm_up()
         if self.setup.cpus is not None:
             pin_process(self.setup.cpus)
-        return self._runner.allocated_bytes()
+        if self.setup.rank == 0 and self._inbox is not None:
+            self._inbox.send(Loading(done_bytes=0, total_bytes=0, ended=True))
+        return {
+            "rank": self.setup.rank,
+            "pid": os.getpid(),
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "allocated_bytes": self._runner.allocated_bytes(),
+        }
 
     def run(self) -> None:
         """The one long call: until the driver says stop."""
@@ -258,19 +266,6 @@ class Rank:
         )
         self._loop.run()
 
-    def stats(self) -> dict[str, Any]:
-        """Asked from another thread, at any time after birth."""
-        done, total = self._loaded
-        return {
-            "rank": self.setup.rank,
-            "pid": os.getpid(),
-            "cpus": sorted(os.sched_getaffinity(0)),
-            "nice": os.getpriority(os.PRIO_PROCESS, 0),
-            "loaded_bytes": done,
-            "total_bytes": total,
-            "steps": self._loop.iteration if self._loop else 0,
-        }
-
     def shutdown(self) -> None:
         self._runner = None
         if self._group is not None:
@@ -279,7 +274,10 @@ class Rank:
         self._post.close()
 
     def _on_load(self, done: int, total: int) -> None:
-        self._loaded = (done, total)
+        """The leader tells the driver, a hundred times at most."""
+        if self.setup.rank == 0 and self._inbox and done - self._told_bytes >= total / 100:
+            self._told_bytes = done
+            self._inbox.send(Loading(done_bytes=done, total_bytes=total))
 
     def _set_threads(self) -> None:
         # The OpenMP pool belongs to the calling thread, and Ray may change threads between calls.
@@ -296,11 +294,13 @@ def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:
     wire.send(hello)
 
 
-@ray.remote(concurrency_groups={"stats": 1})  # pyright: ignore[reportCallIssue] not in stubs
+@ray.remote
 class RankActor:
-    """Rank in a Ray worker process. stats() answers while run() runs.
+    """Rank in a Ray worker process.
 
-    wake() rather than __init__: an error of a method reaches the driver as it was raised.
+    No concurrency group: run() then holds the worker's main thread, which else wakes a hundred
+    times a second (1 % of a core). wake() rather than __init__: an error of a method reaches the
+    driver as it was raised.
     """
 
     _rank: Rank
@@ -316,16 +316,12 @@ class RankActor:
     def connect(self, meeting: Rendezvous) -> None:
         self._rank.connect(meeting)
 
-    def load(self) -> dict[str, int]:
+    def load(self) -> dict[str, Any]:
         ids = ray.get_runtime_context().get_accelerator_ids()
         return self._rank.load(device_index(self._rank.setup.device, ids, os.environ))
 
     def run(self) -> None:
         self._rank.run()
-
-    @ray.method(concurrency_group="stats")
-    def stats(self) -> dict[str, Any]:
-        return self._rank.stats()
 
     def shutdown(self) -> None:
         self._rank.shutdown()

@@ -3,7 +3,7 @@
     start(): wake all -> rank 0 opens wires -> all connect -> all load -> all run()
     post(orders) --> leader        event() <-- leader        ended(): why the first rank stopped
 One RankGroup is one epoch: it starts once, ends once, and is then replaced. The unit of failure is
-the whole group. Ray carries birth, death and stats; each iteration goes over a wire.
+the whole group. Ray carries birth and death; each iteration goes over a wire.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zmq.asyncio
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
-from actors.messages import EngineDeadError, Hello, Orders, Postbox, Wire
+from actors.messages import EngineDeadError, Hello, Loading, Orders, Postbox, Wire
 from actors.placement import bundle_options, bundles, rank_env
 from actors.rank import DRIVER, Location, RankActor, RankSetup, Rendezvous
 from actors.spec import Spec
@@ -52,7 +52,7 @@ class Ranks(Protocol):
         """Waits until a rank stops or dies, and says why."""
         ...
 
-    async def stats(self) -> list[dict[str, Any]]: ...
+    def stats(self) -> list[dict[str, Any]]: ...
 
     async def stop(self) -> None:
         """Orderly end; kills what does not follow."""
@@ -98,7 +98,8 @@ class RankGroup:
         self._actors: list[Any] = []
         self._places: list[Location] = []
         self._runs: list[asyncio.Task[None]] = []
-        self._allocated: list[dict[str, int]] = []
+        self._facts: list[dict[str, Any]] = []
+        self._loaded = (0, 0)
         self._stage = ""
 
     async def start(self) -> None:
@@ -131,7 +132,12 @@ class RankGroup:
             await greeting
         finally:
             greeting.cancel()
-        self._allocated = await self._all("load", [()] * len(self._actors))
+        listening = asyncio.ensure_future(self._listen())
+        try:
+            self._facts = await self._all("load", [()] * len(self._actors))
+            await listening
+        finally:
+            listening.cancel()
         self._runs = [asyncio.ensure_future(_value(actor.run.remote())) for actor in self._actors]
 
     async def _open(self) -> Rendezvous:
@@ -147,9 +153,21 @@ class RankGroup:
         answer = await self._wire.receive_async(Hello)
         assert answer == Hello(epoch=hello.epoch, rank=0), f"{answer} is not the leader's"
 
-    async def notes(self) -> list[str]:
+    async def _listen(self) -> None:
+        """The leader's loading notes, up to the last."""
+        assert self._wire is not None
+        while not (note := await self._wire.receive_async(Loading)).ended:
+            self._loaded = (note.done_bytes, note.total_bytes)
+
+    @property
+    def loaded_bytes(self) -> tuple[int, int]:
+        """Bytes loaded and to load, over all ranks; zeros before they know."""
+        done, total = self._loaded
+        return done * len(self._setups), total * len(self._setups)
+
+    def notes(self) -> list[str]:
         """What the user should know of ranks that do run."""
-        niced = [part["rank"] for part in await self.stats() if part["nice"] > 0]
+        niced = [part["rank"] for part in self._facts if part["nice"] > 0]
         if not niced:
             return []
         return [
@@ -181,12 +199,9 @@ class RankGroup:
             return EngineDeadError(str(error), getattr(error, "detail", ""))
         return EngineDeadError("every rank left its loop without being told to")
 
-    async def stats(self) -> list[dict[str, Any]]:
-        """Of each rank; callable while they load and while they run."""
-        parts: list[dict[str, Any]] = await self._all("stats", [()] * len(self._actors))
-        for part, allocated in zip(parts, self._allocated, strict=False):
-            part["allocated_bytes"] = allocated
-        return parts
+    def stats(self) -> list[dict[str, Any]]:
+        """Of each rank: pid, CPUs, allocated bytes; empty before all have loaded."""
+        return self._facts
 
     async def stop(self) -> None:
         if self._runs and not any(run.done() for run in self._runs):

@@ -3,62 +3,92 @@
     Tokenizer.encode -> ids          ids -> Detokenizer.push -> the characters that are complete
 
 A byte-level token may end inside a character: its text waits until the rest has come. A checkpoint
-without tokenizer files is usable by token ids alone.
+without tokenizer files is usable by token ids alone. Only `tokenizers` and jinja2 are imported:
+transformers would add seconds and torch to every start of a driver.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from model.config import ConfigError
 
-FILES = ("tokenizer.json", "vocab.json")
+FILE = "tokenizer.json"
 REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
-    """The tokenizer of a model folder, by transformers; nothing is downloaded or executed."""
+    """The tokenizer of a model folder. Nothing is downloaded, and no code of it is executed."""
 
     def __init__(self, model_dir: str | Path) -> None:
+        self._folder = Path(model_dir)
         if not self.exists(model_dir):
             raise ConfigError(
-                f"{model_dir}: no tokenizer ({' or '.join(FILES)}). Text prompts need one; token "
-                f"ids work without (--prompt-ids, or lists of ids in the Python API)."
+                f"{model_dir}: no {FILE}. Text prompts need one; token ids work without "
+                f"(--prompt-ids, or lists of ids in the Python API)."
             )
-        from transformers import AutoTokenizer
+        import tokenizers
 
         try:
-            self._hf = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{model_dir}: the tokenizer cannot be loaded: {error}") from error
+            text = (self._folder / FILE).read_text(encoding="utf-8")
+            self._tokens = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(f"{self._folder / FILE}: cannot be loaded: {error}") from error
 
     @staticmethod
     def exists(model_dir: str | Path) -> bool:
-        """True when the folder holds tokenizer files."""
-        return any((Path(model_dir) / name).is_file() for name in FILES)
+        """True when the folder holds a tokenizer."""
+        return (Path(model_dir) / FILE).is_file()
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens written out in it count as such."""
-        return self._hf.encode(text, add_special_tokens=False)
+        return self._tokens.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
-        return self._hf.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return self._tokens.decode(list(ids), skip_special_tokens=True)
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, str]], **values: object
+    ) -> list[int]:
         """Ids of a conversation [{"role": ..., "content": ...}] that asks for a reply.
 
-        Raises ConfigError when the checkpoint has no chat template.
+        values are handed to the template (`enable_thinking=False`, for example). Raises
+        ConfigError when the checkpoint has no chat template or the template refuses.
         """
-        if not self._hf.chat_template:
-            raise ConfigError("this checkpoint's tokenizer has no chat template")
-        text = self._hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        source, names = self._template()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        environment.globals["raise_exception"] = _refuse
+        try:
+            text = environment.from_string(source).render(
+                **names, messages=list(messages), add_generation_prompt=True, **values
+            )
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{self._folder}: the chat template refuses: {error}") from error
         return self.encode(text)
+
+    def _template(self) -> tuple[str, dict[str, Any]]:
+        """Source of the chat template, and the special tokens it may name."""
+        path = self._folder / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        file = self._folder / "chat_template.jinja"
+        source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        if not isinstance(source, str):
+            raise ConfigError(f"{self._folder}: this checkpoint has no chat template")
+        names = {
+            key: value["content"] if isinstance(value, dict) else value
+            for key, value in config.items()
+            if key.endswith("_token") and isinstance(value, (str, dict))
+        }
+        return source, names
 
     def stream(self) -> Detokenizer:
         """A decoder for one request's tokens."""
@@ -95,3 +125,10 @@ class Detokenizer:
     def _pending(self) -> str:
         before = self._tokenizer.decode(self._ids[self._start : self._done])
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+
+
+def _refuse(message: str) -> NoReturn:
+    """What a template calls to say that a conversation does not fit it."""
+    import jinja2
+
+    raise jinja2.TemplateError(message)

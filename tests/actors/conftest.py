@@ -189,7 +189,7 @@ class ThreadRanks:
         assert self._failed is not None
         return await asyncio.shield(self._failed)
 
-    async def stats(self) -> list[dict[str, Any]]:
+    def stats(self) -> list[dict[str, Any]]:
         return []
 
     async def stop(self) -> None:

@@ -199,12 +199,13 @@ def test_every_thread_of_a_rank_is_pinned_to_its_cpus_at_nice_0(engine: Engine):
 @pytest.mark.ray
 def test_an_idle_engine_uses_next_to_no_cpu(engine: Engine):
     pids = [*rank_pids(engine), engine.stats()["driver"]["pid"]]
-    time.sleep(0.2)
-    before = sum(map(cpu_s, pids))
-    time.sleep(3)
-    used_s = sum(map(cpu_s, pids)) - before
-    # A bare Ray worker wakes a hundred times a second, which costs it about 1 % of a core.
-    assert used_s / 3 / len(pids) < 0.02
+    windows = []
+    while len(windows) < 4 and min(windows, default=1.0) >= 0.02:  # others may disturb a window
+        before = sum(map(cpu_s, pids))
+        time.sleep(5)
+        windows.append((sum(map(cpu_s, pids)) - before) / 5)
+    # Of one core, all processes together; Ray's own worker loop in the driver is half of it.
+    assert min(windows) < 0.02, windows
 
 
 @pytest.mark.ray

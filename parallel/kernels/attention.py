@@ -1,0 +1,244 @@
+"""Causal attention over pages, for a few rows a slot and for prefill chunks: Triton kernels.
+
+    q, pages -> a program a (part of the context, tile of rows, kv head, slot) -> partial sums
+             -> a program a query head of a row adds its parts -> out, gated if asked
+
+A tile packs rows x the query heads that share a kv head. Parts have fixed bounds, c * chunk, and a
+row adds those up to its own position: its result depends neither on the slot's length nor on the
+rows beside it. Grids come from shapes; lengths and positions are read on the device.
+Letters: B slots | R rows | n, m query and kv heads, g = n / m | d head width | M rows of a tile
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_CHUNK, MAX_CHUNK = 64, 1024
+"""Keys of a part: few when there are few tiles, so that one slot still fills the device."""
+CHUNK_PER_TILE = 8
+"""Keys of a part for each tile of the batch, before rounding up to a power of two."""
+MAX_PARTS = 256
+MAX_PARTIAL_ROWS = 1 << 17
+"""Partial sums kept at once, rows of d float32."""
+MAX_TILE = 64
+KEYS = 64
+"""Keys a program holds at once."""
+COMBINE_PARTS, COMBINE_WIDTH = 32, 64
+"""Parts and dims that one step of the combining kernel holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one call is cut, from shapes only."""
+
+    tile: int
+    tiles: int
+    """tiles of one slot and kv head"""
+    keys: int
+    chunk: int
+    parts: int
+
+
+def split_work(slots: int, rows: int, heads: int, kv_heads: int, context: int) -> Split:
+    """The cut for B, R, n, m and the keys that the block table can hold."""
+    packed = rows * (heads // kv_heads)
+    tile = min(MAX_TILE, max(16, triton.next_power_of_2(packed)))
+    tiles = triton.cdiv(packed, tile)
+    wanted = min(MAX_CHUNK, max(MIN_CHUNK, CHUNK_PER_TILE * slots * kv_heads * tiles))
+    most = max(1, min(MAX_PARTS, MAX_PARTIAL_ROWS // (slots * rows * heads)))
+    chunk = triton.next_power_of_2(max(wanted, triton.cdiv(context, most)))
+    return Split(tile, tiles, min(KEYS, chunk), chunk, triton.cdiv(context, chunk))
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """As Ops.paged_attention, for any R; a row that sees no key is zero.
+
+    q [B, R, n, d], any strides but the last's; pages [P, page, m, d] with page a power of two;
+    block_table [B, N]; positions [B, R]; lengths [B]; gate [B, R, n * d], a view of a wider row or
+    none: the result times its sigmoid. -> [B, R, n, d] contiguous.
+    """
+    slots, rows, heads, d = q.shape
+    page, kv_heads = k_pages.shape[1:3]
+    _check(q, k_pages, v_pages)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not q.numel():
+        return out
+    cut = split_work(slots, rows, heads, kv_heads, block_table.shape[1] * page)
+    whole = cut.parts == 1
+    partial, stats = out, out
+    if not whole:
+        shape = (slots * rows * heads, cut.parts)
+        partial = torch.empty(*shape, d, dtype=torch.float32, device=q.device)
+        stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
+    gate = out if gate is None else gate
+    gated, gate_rows = gate is not out, gate.flatten(0, 1)
+    wide = q.element_size() > 2
+    _attend_kernel[(cut.parts, cut.tiles, slots * kv_heads)](
+        q, k_pages, v_pages, block_table, positions, lengths, gate_rows, out, partial, stats,
+        q.stride(0), q.stride(1), q.stride(2), *k_pages.stride()[:3], *v_pages.stride()[:3],
+        block_table.stride(0), positions.stride(0), gate_rows.stride(0), rows, cut.chunk,
+        d**-0.5 * 1.4426950408889634,
+        HEADS=heads, KV=kv_heads, D=d, PAGE=page, TILE=cut.tile,
+        KEYS=min(cut.keys, 32) if wide else cut.keys, WHOLE=whole, GATED=gated,
+        num_warps=4, num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3),
+    )  # fmt: skip
+    if not whole:
+        width = min(d, COMBINE_WIDTH) if slots * rows * heads < 512 else d
+        _combine_kernel[(slots * rows * heads, d // width)](
+            partial, stats, positions, lengths, gate_rows, out,
+            positions.stride(0), gate_rows.stride(0), rows, cut.chunk, cut.parts,
+            HEADS=heads, D=d, WIDTH=width, PARTS=COMBINE_PARTS * COMBINE_WIDTH // width,
+            GATED=gated, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def paged_prefill(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """The same kernels: many rows make many tiles of MAX_TILE, and so larger parts."""
+    return paged_attention(q, k_pages, v_pages, block_table, positions, lengths, gate)
+
+
+def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    page, kv_heads, d = k_pages.shape[1:]
+    if q.shape[2] % kv_heads or d != q.shape[3] or v_pages.shape != k_pages.shape:
+        raise ValueError(
+            f"q {tuple(q.shape)} against k pages {tuple(k_pages.shape)} and v pages "
+            f"{tuple(v_pages.shape)}: query heads a multiple of kv heads, one width, one shape"
+        )
+    if d < 16 or d & (d - 1) or page & (page - 1):
+        raise ValueError(f"head width {d}, page {page}: powers of two (width at least 16) needed")
+    if any(t.stride(-1) != 1 for t in (q, k_pages, v_pages)):
+        raise ValueError("q and pages: the last dimension must be contiguous")
+
+
+@triton.jit
+def _gated(out, gate, dtype: tl.constexpr):
+    """out * sigmoid(gate), both factors rounded first, as in plain torch."""
+    factor = tl.sigmoid(gate.to(tl.float32)).to(dtype)
+    return out.to(dtype).to(tl.float32) * factor.to(tl.float32)
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, length_ptr, gate_ptr, out_ptr, partial_ptr,
+    stats_ptr, q_slot, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    table_slot, position_slot, gate_token, rows, chunk, scale,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """One part of the context for one tile; WHOLE: the part is everything, so it ends here."""
+    part = tl.program_id(0)
+    slot, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
+    group: tl.constexpr = HEADS // KV
+    packed = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row, head = packed // group, kv * group + packed % group
+    real = row < rows
+    position = tl.load(position_ptr + slot * position_slot + row, mask=real, other=-1)
+    position = position.to(tl.int32)
+    length = tl.load(length_ptr + slot).to(tl.int32)
+    start = part * chunk
+    end = tl.minimum(tl.minimum(length, tl.max(position, 0) + 1), start + chunk)
+    if (start >= end) & (not WHOLE):
+        return
+
+    dim = tl.arange(0, D)
+    q_at = slot * q_slot + row * q_row + head * q_head
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
+    k_ptr += kv * k_head
+    v_ptr += kv * v_head
+    table_ptr += slot * table_slot
+    high = tl.full((TILE,), -1e38, tl.float32)
+    weight = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((TILE, D), tl.float32)
+    for first in tl.range(start, end, KEYS):
+        key = first + tl.arange(0, KEYS)
+        live = key < end
+        page = tl.load(table_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
+        k_at = page * k_page + (key % PAGE) * k_token
+        k = tl.load(k_ptr + k_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = live[None, :] & (key[None, :] <= position[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(high, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(high - higher)
+        v_at = page * v_page + (key % PAGE) * v_token
+        v = tl.load(v_ptr + v_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+        total = total * shrink[:, None]
+        total = tl.dot(p.to(v.dtype), v, total, input_precision="ieee")
+        weight = weight * shrink + tl.sum(p, 1)
+        high = higher
+
+    line = (slot * rows + row) * HEADS + head
+    if WHOLE:
+        y = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        if GATED:
+            gate_at = (slot * rows + row) * gate_token + head * D
+            gate_at = gate_ptr + gate_at[:, None] + dim[None, :]
+            y = _gated(y, tl.load(gate_at, mask=real[:, None], other=0.0), out_ptr.dtype.element_ty)
+        place = out_ptr + (line * D)[:, None] + dim[None, :]
+        tl.store(place, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
+    else:
+        line = line * tl.num_programs(0) + part
+        tl.store(partial_ptr + (line * D)[:, None] + dim[None, :], total, mask=real[:, None])
+        tl.store(stats_ptr + line * 2, high, mask=real)
+        tl.store(stats_ptr + line * 2 + 1, weight, mask=real)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr, stats_ptr, position_ptr, length_ptr, gate_ptr, out_ptr,
+    position_slot, gate_token, rows, chunk, parts,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """One query head of a row: its parts up to its own position, WIDTH of its dims."""
+    line = tl.program_id(0).to(tl.int64)
+    token, head = line // HEADS, line % HEADS
+    position = tl.load(position_ptr + token // rows * position_slot + token % rows)
+    length = tl.load(length_ptr + token // rows)
+    count = ((tl.minimum(position + 1, length) + chunk - 1) // chunk).to(tl.int32)
+    dim = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    high = -1e38
+    weight = 0.0
+    total = tl.zeros((WIDTH,), tl.float32)
+    for first in tl.range(0, count, PARTS):
+        part = first + tl.arange(0, PARTS)
+        live = part < count
+        place = line * parts + part
+        highs = tl.load(stats_ptr + place * 2, mask=live, other=float("-inf"))
+        weights = tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0)
+        at = partial_ptr + (place * D)[:, None] + dim[None, :]
+        sums = tl.load(at, mask=live[:, None], other=0.0)
+        higher = tl.maximum(high, tl.max(highs, 0))
+        factor = tl.exp2(highs - higher)
+        shrink = tl.exp2(high - higher)
+        total = total * shrink + tl.sum(sums * factor[:, None], 0)
+        weight = weight * shrink + tl.sum(weights * factor, 0)
+        high = higher
+    y = total / tl.where(weight == 0.0, 1.0, weight)
+    dtype = out_ptr.dtype.element_ty
+    if GATED:
+        y = _gated(y, tl.load(gate_ptr + token * gate_token + head * D + dim), dtype)
+    tl.store(out_ptr + line * D + dim, y.to(dtype))

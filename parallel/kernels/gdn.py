@@ -1,0 +1,374 @@
+"""Gated DeltaNet between its two projections, in two launches.
+
+    proj -> gdn_inputs (window, conv, norms, gates) -> gdn_verify (fold, rows, gated norm) -> y
+
+They equal CpuOps composed as model/gdn.py does for a verify pass, and keep one layer's memory
+(model/cache.py: GdnStates) in place. A slot's memory, NaN included, reaches only its own rows.
+Shapes: B slots | R rows, X most | k, h key and value heads | C = 2k Dk + h Dv | W conv kernel
+        S slots in memory | F = k Dk + h Dv + h, one factor row [k | delta | g]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW_PROGRAMS = 1056
+"""Up to here blocks of 8 columns spread the state over more processors: 8 for each of 132."""
+
+
+def gdn_inputs(
+    proj: Tensor,
+    conv_cache: Tensor,
+    conv_weight: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
+    slots: Tensor,
+    kept: Tensor,
+    key_heads: int,
+    value_heads: int,
+    dk: int,
+    dv: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Conv, SiLU, norms and gates of R rows; the conv window advances in place.
+
+    proj [B, R, C + h Dv + 2h] = [q | k | v | z | b | a]; conv_cache [S, W-1+X, C] of one layer;
+    conv_weight [W, C]; rate, dt_bias [h]; slots, kept [B] int64. The last dim has stride 1.
+    -> qk [B, R, 2, k, Dk] at length 1, v [B, R, h, Dv], g [B, R, h], beta [B, R, h], float32.
+    The W-1 rows before row 0 are kept[b] .. kept[b]+W-2 of conv_cache[slots[b]], which then
+    starts with [those | the R new ones]. Slots are distinct, except padding that nobody reads.
+    """
+    batch, rows = proj.shape[:2]
+    assert proj.stride(-1) == conv_cache.stride(-1) == 1 and conv_weight.is_contiguous()
+    qk = proj.new_empty(batch, rows, 2, key_heads, dk, dtype=torch.float32)
+    v = proj.new_empty(batch, rows, value_heads, dv, dtype=torch.float32)
+    g = proj.new_empty(batch, rows, value_heads, dtype=torch.float32)
+    beta = torch.empty_like(g)
+    read = (proj, conv_cache, conv_weight, rate, dt_bias, slots, kept)
+    strides = (*proj.stride()[:2], *conv_cache.stride()[:2])
+    shape = (rows, conv_weight.shape[0], key_heads, value_heads, dk, dv)
+    grid = (2 * key_heads + value_heads, batch)
+    _inputs_kernel[grid](*read, qk, v, g, beta, *strides, *shape, num_warps=4)
+    return qk, v, g, beta
+
+
+def gdn_verify(
+    qk: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    z: Tensor,
+    state: Tensor,
+    factors: Tensor,
+    slots: Tensor,
+    kept: Tensor,
+    waiting: int,
+    norm_weight: Tensor,
+    eps: float,
+    gate: str,
+    arrivals: Tensor,
+) -> Tensor:
+    """Fold what was kept, run R rows of the delta rule, leave their factors, norm and gate.
+
+    qk, v, g, beta as gdn_inputs returns them; z [B, R, h, Dv], a view of proj; state
+    [S, h, Dk, Dv] and factors [S, X, F] of one layer, float32; slots, kept [B] int64; norm_weight
+    [Dv] float32; gate "silu" or "sigmoid". -> y [B, R, h Dv] in z's dtype.
+    With waiting > 0 the first kept[b] <= waiting factor rows of slots[b] enter its state; rows
+    from kept[b] on are not read. Then factors[slots[b], :R] are this pass's rows.
+    arrivals: B k int32 or more, zero before and zero after; one launch at a time may use it.
+    """
+    batch, rows, _, key_heads, dk = qk.shape
+    heads, dv = v.shape[2:]
+    assert state.stride()[2:] == (dv, 1) and z.stride(-1) == factors.stride(-1) == 1
+    assert all(t.is_contiguous() for t in (qk, v, g, beta))
+    assert arrivals.numel() >= batch * key_heads
+    y = z.new_empty(batch, rows, heads * dv)
+    block = 8 if batch * heads * triton.cdiv(dv, 8) <= FEW_PROGRAMS else 16
+    inputs = (qk, v, g, beta, z, state, factors, slots, kept, norm_weight)
+    strides = (*z.stride()[:3], *state.stride()[:2], *factors.stride()[:2])
+    shape = (rows, waiting, key_heads, heads, dk, dv, block, gate == "silu")
+    grid = (heads * triton.cdiv(dv, block), batch)
+    _verify_kernel[grid](*inputs, arrivals, y, *strides, eps, *shape, num_warps=1)
+    return y
+
+
+@triton.jit
+def _inputs_kernel(
+    proj,
+    cache,
+    weight,
+    rate,
+    dt_bias,
+    slots,
+    kept,
+    qk,
+    v,
+    g,
+    beta,
+    proj_b,
+    proj_r,
+    cache_s,
+    cache_x,
+    ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """One program: all rows of the channels of one head's q, k or v, in one slot."""
+    QK: tl.constexpr = 2 * K_HEADS * DK
+    CHANNELS: tl.constexpr = QK + HEADS * DV
+    part, b = tl.program_id(0), tl.program_id(1)
+    t = tl.arange(0, triton.next_power_of_2(ROWS))
+    row = b * ROWS + t
+    proj += b * proj_b
+    cache += tl.load(slots + b) * cache_s
+    old = cache + tl.load(kept + b) * cache_x
+    if part < 2 * K_HEADS:
+        c = part * DK
+        y = _conv(
+            proj + c, old + c, cache + c, weight + c, proj_r, cache_x, ROWS, TAPS, CHANNELS, DK
+        )
+        y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
+        i = tl.arange(0, triton.next_power_of_2(DK))
+        to = qk + (row * 2 * K_HEADS + part)[:, None] * DK + i[None, :]
+        tl.store(to, y, mask=(t < ROWS)[:, None] & (i < DK)[None, :])
+    else:
+        head = part - 2 * K_HEADS
+        c = QK + head * DV
+        y = _conv(
+            proj + c, old + c, cache + c, weight + c, proj_r, cache_x, ROWS, TAPS, CHANNELS, DV
+        )
+        j = tl.arange(0, triton.next_power_of_2(DV))
+        to = v + (row * HEADS + head)[:, None] * DV + j[None, :]
+        tl.store(to, y, mask=(t < ROWS)[:, None] & (j < DV)[None, :])
+        gates = proj + t * proj_r + CHANNELS + HEADS * DV + head  # [b | a]
+        b_row = tl.load(gates, mask=t < ROWS, other=0.0).to(tl.float32)
+        a_row = tl.load(gates + HEADS, mask=t < ROWS, other=0.0).to(tl.float32)
+        x = a_row + tl.load(dt_bias + head).to(tl.float32)
+        g_row = _softplus(x) * tl.load(rate + head).to(tl.float32)
+        tl.store(g + row * HEADS + head, g_row, mask=t < ROWS)
+        tl.store(beta + row * HEADS + head, tl.sigmoid(b_row), mask=t < ROWS)
+
+
+@triton.jit
+def _conv(
+    new,
+    old,
+    window,
+    weight,
+    new_r,
+    window_x,
+    ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Conv and SiLU of WIDTH channels, rounded as stored; [history | rows] goes to `window`.
+
+    new, old, window, weight: at row 0 of the rows and of the history before them, of the slot's
+    memory, and at tap 0. All of the history is read before any of it is overwritten.
+    """
+    t = tl.arange(0, triton.next_power_of_2(ROWS))[:, None]
+    i = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
+    c = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    history_mask = (i < TAPS - 1) & (c < WIDTH)
+    history = tl.load(old + i * window_x + c, mask=history_mask)
+    y = tl.zeros((t.shape[0], c.shape[1]), tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = t + tap - (TAPS - 1)  # row of this pass; below 0: of the history
+        here = (t < ROWS) & (c < WIDTH)
+        u = tl.load(new + at * new_r + c, mask=here & (at >= 0), other=0.0)
+        if tap < TAPS - 1:
+            before = tl.load(old + (t + tap) * window_x + c, mask=here & (at < 0), other=0.0)
+            u = tl.where(at < 0, before, u)
+        w = tl.load(weight + tap * CHANNELS + c, mask=c < WIDTH, other=0.0)
+        y += u.to(tl.float32) * w.to(tl.float32)
+    tl.debug_barrier()
+    tl.store(window + i * window_x + c, history, mask=history_mask)
+    tl.store(window + (t + TAPS - 1) * window_x + c, u, mask=(t < ROWS) & (c < WIDTH))
+    return (y * tl.sigmoid(y)).to(u.dtype).to(tl.float32)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x); the quotient is 1 but for the rounding of 1 + e, which it undoes."""
+    e = tl.exp(-tl.abs(x))
+    sum = 1.0 + e
+    rounded = sum - 1.0
+    log1p = tl.where(rounded > 0.0, tl.log(sum) * e / tl.where(rounded > 0.0, rounded, 1.0), e)
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def _verify_kernel(
+    qk,
+    v,
+    g,
+    beta,
+    z,
+    state,
+    factors,
+    slots,
+    kept,
+    norm_weight,
+    arrivals,
+    y,
+    z_b,
+    z_r,
+    z_h,
+    state_s,
+    state_h,
+    factors_s,
+    factors_x,
+    eps,
+    ROWS: tl.constexpr,
+    WAITING: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """One program: one value head's state [Dk, BLOCK columns] of one slot, all rows.
+
+    Programs share only the k and g of the waiting factors and the norm of a head's rows. The
+    last of a key head's programs to arrive, when all have read the old factors and written their
+    part of the rows, does what they share: nobody waits for anybody.
+    """
+    BLOCKS: tl.constexpr = triton.cdiv(DV, BLOCK)
+    REPEAT: tl.constexpr = HEADS // K_HEADS
+    part, b = tl.program_id(0), tl.program_id(1)
+    head = part // BLOCKS
+    key_head = head // REPEAT
+    i = tl.arange(0, triton.next_power_of_2(DK))
+    j = part % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    row = b * ROWS
+    q_at = qk + (row * 2 * K_HEADS + key_head) * DK + i
+    v_at = v + (row * HEADS + head) * DV + j
+    g_at, beta_at = g + row * HEADS + head, beta + row * HEADS + head
+    q_t, k_t, v_t, g_t, beta_t = _row(q_at, v_at, g_at, beta_at, i, j, K_HEADS, DK, DV)
+    slot = tl.load(slots + b)
+    factors += slot * factors_s
+    deltas, decays = factors + K_HEADS * DK + head * DV + j, factors + K_HEADS * DK + HEADS * DV
+    state += slot * state_s + head * state_h
+    tile, mask = i[:, None] * DV + j[None, :], (i < DK)[:, None] & (j < DV)[None, :]
+    s = tl.load(state + tile, mask=mask, other=0.0)
+    if WAITING > 0:
+        keys = factors + key_head * DK + i
+        count = tl.load(kept + b)
+        s = _fold(s, keys, deltas, decays + head, factors_x, count, i, j, WAITING, DK, DV)
+        tl.store(state + tile, s, mask=mask)
+        tl.debug_barrier()  # the old deltas are read before the first new one is written
+    y_at = y + (row * HEADS + head) * DV + j
+    for t in tl.static_range(ROWS):
+        q, k, grown, value, rate = q_t, k_t, tl.exp(g_t), v_t, beta_t
+        if t + 1 < ROWS:  # ahead of this row's stores, which no load may pass
+            q_at, v_at = q_at + 2 * K_HEADS * DK, v_at + HEADS * DV
+            g_at, beta_at = g_at + HEADS, beta_at + HEADS
+            q_t, k_t, v_t, g_t, beta_t = _row(q_at, v_at, g_at, beta_at, i, j, K_HEADS, DK, DV)
+        read_k = tl.sum(s * k[:, None], 0)
+        read_q = tl.sum(s * q[:, None], 0)
+        delta = rate * (value - grown * read_k)
+        out = (grown * read_q + tl.sum(q * k, 0) * delta) * DK**-0.5
+        s = s * grown + k[:, None] * delta[None, :]
+        tl.store(y_at + t * HEADS * DV, out.to(y.dtype.element_ty), mask=j < DV)
+        tl.store(deltas + t * factors_x, delta, mask=j < DV)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + b * K_HEADS + key_head, 1, sem="acq_rel")
+    if arrived == REPEAT * BLOCKS - 1:
+        tl.store(arrivals + b * K_HEADS + key_head, 0)
+        z += b * z_b
+        rest = (z_r, z_h, factors_x, eps, ROWS, K_HEADS, HEADS, DK, DV, SILU)
+        _finish(qk, g, z, y, factors, decays, norm_weight, row, key_head, *rest)
+
+
+@triton.jit
+def _row(
+    q, v, g, beta, i, j, K_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr
+):  # fmt: skip
+    """q, k, v, g and beta of one row."""
+    q_t = tl.load(q, mask=i < DK, other=0.0)
+    k_t = tl.load(q + K_HEADS * DK, mask=i < DK, other=0.0)
+    return q_t, k_t, tl.load(v, mask=j < DV, other=0.0), tl.load(g), tl.load(beta)
+
+
+@triton.jit
+def _fold(
+    s,
+    keys,
+    deltas,
+    decays,
+    factors_x,
+    count,
+    i,
+    j,
+    WAITING: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """CpuOps.gdn_fold: e^{g_1 + ..} s + sum of k delta^T times the decays after it."""
+    t = tl.arange(0, triton.next_power_of_2(WAITING))
+    alive = (t < WAITING) & (t < count)
+    s *= tl.exp(tl.sum(tl.load(decays + t * factors_x, mask=alive, other=0.0), 0))
+    after = 0.0
+    for back in tl.static_range(WAITING):
+        at = WAITING - 1 - back
+        k_t = tl.load(keys + at * factors_x, mask=(i < DK) & (at < count), other=0.0)
+        delta = tl.load(deltas + at * factors_x, mask=(j < DV) & (at < count), other=0.0)
+        s += k_t[:, None] * (delta * tl.exp(after))[None, :]
+        after += tl.load(decays + at * factors_x, mask=at < count, other=0.0)
+    return s
+
+
+@triton.jit
+def _finish(
+    qk,
+    g,
+    z,
+    y,
+    factors,
+    decays,
+    norm_weight,
+    row,
+    key_head,
+    z_r,
+    z_h,
+    factors_x,
+    eps,
+    ROWS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """Leave k and g of one key head's rows as factors; norm and gate its value heads' rows."""
+    REPEAT: tl.constexpr = HEADS // K_HEADS
+    i = tl.arange(0, triton.next_power_of_2(DK))
+    j = tl.arange(0, triton.next_power_of_2(DV))
+    weight = tl.load(norm_weight + j, mask=j < DV, other=0.0)[None, :]
+    for first in tl.static_range(0, ROWS, 8):
+        t = first + tl.arange(0, 8)
+        alive, in_v = t < ROWS, (t < ROWS)[:, None] & (j < DV)[None, :]
+        k_at = qk + (((row + t) * 2 + 1) * K_HEADS + key_head)[:, None] * DK + i[None, :]
+        k_mask = alive[:, None] & (i < DK)[None, :]
+        keys = factors + key_head * DK + t[:, None] * factors_x + i[None, :]
+        tl.store(keys, tl.load(k_at, mask=k_mask), mask=k_mask)
+        for head in range(key_head * REPEAT, key_head * REPEAT + REPEAT):
+            decay = tl.load(g + (row + t) * HEADS + head, mask=alive)
+            tl.store(decays + t * factors_x + head, decay, mask=alive)
+            y_at = y + ((row + t) * HEADS + head)[:, None] * DV + j[None, :]
+            z_at = z + (t * z_r + head * z_h)[:, None] + j[None, :]
+            gate = tl.load(z_at, mask=in_v, other=0.0).to(tl.float32)
+            # .cg: others wrote it, so not from this processor's first-level cache
+            o = tl.load(y_at, mask=in_v, other=0.0, cache_modifier=".cg").to(tl.float32)
+            o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * weight
+            act = tl.sigmoid(gate)
+            if SILU:
+                act *= gate
+            tl.store(y_at, (o * act).to(y.dtype.element_ty), mask=in_v)

@@ -1,0 +1,375 @@
+"""Triton kernels of one pass over rows: norms, gates, rotary, page writes, the best logit.
+
+    x [.., d] -> rms_norm / add_rms_norm / swiglu / gated_output, one program a row or a piece
+    projection -> qk_norm_rope (-> write_kv), or both at once: qk_norm_rope_write
+    logits [N, v] -> pieces, each one sortable int64 -> top_row, or top_pair -> choose_pair
+
+Each rounds where backends/cpu.py rounds. Views of a wider row cost no copy; no call waits for the
+device. Letters: T tokens (B slots x R rows) | n, m query and kv heads | d width | v vocabulary
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROW_PIECE = 512
+"""Elements of a row that one program of an elementwise kernel takes."""
+TOP_PIECE = 2048
+"""Logits that one program of the first stage looks through."""
+LAST_ID = tl.constexpr(0x7FFFFFFF)
+LOWEST = tl.constexpr(-(1 << 63))
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """x [.., d] / rms * scale, in x's dtype; scale [d] or [n, d], float32."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, None, scale, y, None, eps)
+    return y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual [.., d] -> (rms_norm(x + residual), x + residual)."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(y)
+    _launch_norm(x, residual, scale, y, total, eps)
+    return y, total
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up [.., 2i] = [gate | up] -> silu(gate) * up [.., i]."""
+    width = gate_up.shape[-1] // 2
+    x = gate_up.flatten(0, -2) if gate_up.dim() > 1 else gate_up.unsqueeze(0)
+    y = torch.empty(*gate_up.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (x.shape[0], triton.cdiv(width, ROW_PIECE))
+        _gate_kernel[grid](
+            x[:, width:], x, y, x.stride(0), x.stride(0), D=width, BLOCK=ROW_PIECE, SILU=True
+        )
+    return y
+
+
+def gated_output(out: Tensor, gate: Tensor) -> Tensor:
+    """out [.., c] * sigmoid(gate [.., c])."""
+    x, g = out.flatten(0, -2), gate.flatten(0, -2)
+    y = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    if y.numel():
+        width = x.shape[1]
+        grid = (x.shape[0], triton.cdiv(width, ROW_PIECE))
+        _gate_kernel[grid](
+            x, g, y, x.stride(0), g.stride(0), D=width, BLOCK=ROW_PIECE, SILU=False
+        )
+    return y
+
+
+def qk_norm_rope(qk: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """qk [B, R, n+m, d] -> each head normed and its first 2r of d rotated, same shape.
+
+    scale [n+m, d] or [d] float32; cos, sin [B, R, 1, 2r] float32, NeoX halves.
+    """
+    out = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
+    _launch_qk(qk, None, scale, cos, sin, eps, None, out, out, out)
+    return out
+
+
+def qk_norm_rope_write(
+    qk: Tensor,
+    v: Tensor,
+    scale: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    index: Tensor,
+) -> Tensor:
+    """qk_norm_rope, its k heads and v [B, R, m, d] written to pages -> q [B, R, n, d].
+
+    k_pages, v_pages [P, page, m, d]; index [B, R] = page * page_tokens + offset.
+    """
+    heads = qk.shape[2] - v.shape[2]
+    q = torch.empty(*qk.shape[:2], heads, qk.shape[3], dtype=qk.dtype, device=qk.device)
+    _launch_qk(qk, v, scale, cos, sin, eps, index, q, k_pages, v_pages)
+    return q
+
+
+def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, index: Tensor) -> None:
+    """k, v [B, R, m, d] to pages [P, page, m, d] at index [B, R] = page * page_tokens + offset."""
+    k, v, index = k.flatten(0, 1), v.flatten(0, 1), index.reshape(-1)
+    tokens, heads, d = k.shape
+    if tokens:
+        _check_pages(k_pages, v_pages)
+        _write_kernel[(tokens, heads)](
+            k, v, index, k_pages, v_pages,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k_pages.stride(1), k_pages.stride(2),
+            D=d, BLOCK=triton.next_power_of_2(d), num_warps=_warps(d),
+        )  # fmt: skip
+
+
+def top_row(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, v] -> (largest value [N] float32, its first index [N] int64); NaN is largest."""
+    num_rows = logits.shape[0]
+    value = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    index = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _launch_top(logits, value, index, 0, pair=False)
+    return value, index
+
+
+def top_pair(logits: Tensor, first_id: int) -> Tensor:
+    """logits [N, v] of ids from `first_id` -> [N, 2] int32: the value's float32 bits, its id."""
+    pair = torch.empty(logits.shape[0], 2, dtype=torch.int32, device=logits.device)
+    _launch_top(logits, pair, pair, first_id, pair=True)
+    return pair
+
+
+def choose_pair(gathered: Tensor) -> Tensor:
+    """top_pair of every rank [size, N, 2] -> the id [N] int64 of the largest; ties: smallest."""
+    size, num_rows, _ = gathered.shape
+    ids = torch.empty(num_rows, dtype=torch.int64, device=gathered.device)
+    if num_rows:
+        block = min(128, triton.next_power_of_2(num_rows))
+        _choose_kernel[(triton.cdiv(num_rows, block),)](
+            gathered.contiguous(), ids, num_rows, SIZE=size, BLOCK=block, num_warps=1
+        )
+    return ids
+
+
+def _warps(width: int) -> int:
+    return min(8, max(1, triton.next_power_of_2(width) // 512))
+
+
+def _headed(x: Tensor) -> Tensor:
+    """[.., n, d] -> [T, n, d], a view where the strides allow it."""
+    while x.dim() < 3:
+        x = x.unsqueeze(0)
+    return x.flatten(0, -3)
+
+
+def _check_pages(*pages: Tensor) -> None:
+    for t in pages:
+        if not t.is_contiguous():
+            raise ValueError(f"pages {tuple(t.shape)} have strides {t.stride()}: contiguous needed")
+
+
+def _launch_norm(
+    x: Tensor, residual: Tensor | None, scale: Tensor, y: Tensor, total: Tensor | None, eps: float
+) -> None:
+    if not x.numel():
+        return
+    x3 = _headed(x)
+    r3 = x3 if residual is None else _headed(residual)
+    tokens, heads, d = x3.shape
+    _norm_kernel[(tokens, heads)](
+        x3, r3, scale, y, y if total is None else total,
+        x3.stride(0), x3.stride(1), r3.stride(0), r3.stride(1),
+        scale.stride(0) if scale.dim() == 2 else 0, eps,
+        D=d, BLOCK=triton.next_power_of_2(d), ADD=residual is not None, num_warps=_warps(d),
+    )  # fmt: skip
+
+
+def _launch_qk(
+    qk: Tensor,
+    v: Tensor | None,
+    scale: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    index: Tensor | None,
+    out: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+) -> None:
+    if not qk.numel():
+        return
+    x, turn = _headed(qk), cos.shape[-1]
+    cos, sin = cos.reshape(-1, turn), sin.reshape(-1, turn)
+    tokens, heads, d = x.shape
+    kv = 0 if v is None else v.shape[2]
+    v3 = x if v is None else _headed(v)
+    if v is not None:
+        _check_pages(k_pages, v_pages)
+    _qk_kernel[(tokens, heads + kv)](
+        x, v3, scale, cos, sin, x if index is None else index.reshape(-1), out, k_pages, v_pages,
+        x.stride(0), x.stride(1), v3.stride(0), v3.stride(1),
+        scale.stride(0) if scale.dim() == 2 else 0, cos.stride(0), sin.stride(0),
+        k_pages.stride(1), k_pages.stride(2), eps,
+        HEADS=heads, KV=kv, D=d, TURN=turn, BLOCK=triton.next_power_of_2(d), num_warps=_warps(d),
+    )  # fmt: skip
+
+
+def _launch_top(logits: Tensor, value: Tensor, index: Tensor, first_id: int, pair: bool) -> None:
+    num_rows, width = logits.shape
+    if not num_rows:
+        return
+    pieces = triton.cdiv(width, TOP_PIECE)
+    best = torch.empty(num_rows, pieces, dtype=torch.int64, device=logits.device)
+    _top_kernel[(pieces, num_rows)](logits, best, logits.stride(0), width, BLOCK=TOP_PIECE)
+    _top_last_kernel[(num_rows,)](
+        best, value, index, first_id, pieces,
+        BLOCK=triton.next_power_of_2(pieces), PAIR=pair, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, residual_ptr, scale_ptr, y_ptr, total_ptr,
+    x_token, x_head, residual_token, residual_head, scale_head, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """One program a vector of d."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    dtype = y_ptr.dtype.element_ty
+    row = (token * tl.num_programs(1) + head) * D
+    scale = tl.load(scale_ptr + head * scale_head + at, mask=inside, other=0.0)
+    x = tl.load(x_ptr + token * x_token + head * x_head + at, mask=inside, other=0.0)
+    if ADD:
+        place = residual_ptr + token * residual_token + head * residual_head + at
+        residual = tl.load(place, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + row + at, x, mask=inside)
+    x = x.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * scale
+    tl.store(y_ptr + row + at, y.to(dtype), mask=inside)
+
+
+@triton.jit
+def _gate_kernel(
+    x_ptr, gate_ptr, y_ptr, x_row, gate_row,
+    D: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """x * sigmoid(gate), or x * gate * sigmoid(gate); the gate rounds before it multiplies."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < D
+    dtype = y_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.sigmoid(gate)
+    if SILU:
+        factor = gate * factor
+    y = x * factor.to(dtype).to(tl.float32)
+    tl.store(y_ptr + row * D + at, y.to(dtype), mask=inside)
+
+
+@triton.jit
+def _qk_kernel(
+    x_ptr, v_ptr, scale_ptr, cos_ptr, sin_ptr, index_ptr, out_ptr, k_ptr, v_pages_ptr,
+    x_token, x_head, v_token, v_head, scale_head, cos_token, sin_token, page_token, page_head, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a head of a token: q and k normed and rotated, v (KV > 0) only moved."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    if head < HEADS:
+        dtype = out_ptr.dtype.element_ty
+        x_row, scale_row = x_ptr + token * x_token + head * x_head, scale_ptr + head * scale_head
+        x = tl.load(x_row + at, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+        y = x * rate * tl.load(scale_row + at, mask=inside, other=0.0)
+        y = y.to(dtype).to(tl.float32)
+        # The other half of each rotated pair is read again: it is in L1, not in this thread.
+        turned = at < TURN
+        left = at < TURN // 2
+        mate = tl.where(left, at + TURN // 2, at - TURN // 2)
+        z = tl.load(x_row + mate, mask=turned, other=0.0).to(tl.float32)
+        z = z * rate * tl.load(scale_row + mate, mask=turned, other=0.0)
+        z = z.to(dtype).to(tl.float32)
+        cos = tl.load(cos_ptr + token * cos_token + at, mask=turned, other=1.0)
+        sin = tl.load(sin_ptr + token * sin_token + at, mask=turned, other=0.0)
+        y = (y * cos + tl.where(left, -z, z) * sin).to(dtype)
+        if head < HEADS - KV:
+            tl.store(out_ptr + (token * (HEADS - KV) + head) * D + at, y, mask=inside)
+        else:
+            place = tl.load(index_ptr + token).to(tl.int64) * page_token
+            tl.store(k_ptr + place + (head - HEADS + KV) * page_head + at, y, mask=inside)
+    else:
+        kv = head - HEADS
+        place = tl.load(index_ptr + token).to(tl.int64) * page_token + kv * page_head
+        v = tl.load(v_ptr + token * v_token + kv * v_head + at, mask=inside)
+        tl.store(v_pages_ptr + place + at, v, mask=inside)
+
+
+@triton.jit
+def _write_kernel(
+    k_ptr, v_ptr, index_ptr, k_pages_ptr, v_pages_ptr,
+    k_token, k_head, v_token, v_head, page_token, page_head,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a kv head of a token."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    k = tl.load(k_ptr + token * k_token + head * k_head + at, mask=inside)
+    v = tl.load(v_ptr + token * v_token + head * v_head + at, mask=inside)
+    place = tl.load(index_ptr + token).to(tl.int64) * page_token + head * page_head + at
+    tl.store(k_pages_ptr + place, k, mask=inside)
+    tl.store(v_pages_ptr + place, v, mask=inside)
+
+
+@triton.jit
+def _sortable(value, index):
+    """float32 value, int32 index >= 0 -> int64: a larger value first, then a smaller index.
+
+    The bits of a float32 sort as an int32 once those of negative numbers are flipped; zeros are
+    made one, and NaNs one above all.
+    """
+    value = tl.where(value == 0.0, 0.0, value)
+    bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(value == value, bits, 0x7FC00000)
+    return (bits.to(tl.int64) << 32) | (LAST_ID - index).to(tl.int64)
+
+
+@triton.jit
+def _unsorted(key):
+    """int64 -> (bits of the float32 value, index), both int32."""
+    bits = (key >> 32).to(tl.int32)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits, LAST_ID - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _top_kernel(x_ptr, best_ptr, x_row, width, BLOCK: tl.constexpr):
+    """One program a piece of a row."""
+    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = piece * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_row + at, mask=at < width, other=float("-inf"))
+    key = _sortable(x.to(tl.float32), at)  # past the row: -inf at the highest indices, never first
+    tl.store(best_ptr + row * tl.num_programs(0) + piece, tl.max(key, 0))
+
+
+@triton.jit
+def _top_last_kernel(
+    best_ptr, value_ptr, index_ptr, first_id, pieces, BLOCK: tl.constexpr, PAIR: tl.constexpr
+):
+    """The best of a row's pieces, as (value, index) or as one pair."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    keys = tl.load(best_ptr + row.to(tl.int64) * pieces + at, mask=at < pieces, other=LOWEST)
+    bits, index = _unsorted(tl.max(keys, 0))
+    if PAIR:
+        tl.store(value_ptr + row * 2, bits)
+        tl.store(value_ptr + row * 2 + 1, index + first_id)
+    else:
+        tl.store(value_ptr + row, bits.to(tl.float32, bitcast=True))
+        tl.store(index_ptr + row, index.to(tl.int64))
+
+
+@triton.jit
+def _choose_kernel(pair_ptr, ids_ptr, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a block of rows; every rank's pair of each."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    best = tl.full((BLOCK,), LOWEST, tl.int64)
+    for rank in tl.static_range(SIZE):
+        place = pair_ptr + (rank * num_rows + row) * 2
+        value = tl.load(place, mask=inside, other=0).to(tl.float32, bitcast=True)
+        best = tl.maximum(best, _sortable(value, tl.load(place + 1, mask=inside, other=0)))
+    tl.store(ids_ptr + row, _unsorted(best)[1].to(tl.int64), mask=inside)

@@ -1,0 +1,149 @@
+"""Paged attention in Triton against the definition, in float32 on the same inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from parallel.backends.cpu import CpuOps
+from parallel.kernels import attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def filled(lengths, rows, n, m, d, page, dtype=torch.float32, seed=0, spare=0):
+    """Ragged slots with scattered pages; NaN in every place that no slot's length covers."""
+    generator = torch.Generator().manual_seed(seed)
+    slots, width = len(lengths), max(1, -(-max(lengths) // page)) + spare
+    pages = torch.randperm(slots * width, generator=generator) + 1
+    table = pages.view(slots, width)
+    k_pages = torch.full((slots * width + 1, page, m, d), float("nan"), dtype=dtype)
+    v_pages = k_pages.clone()
+    for b, length in enumerate(lengths):
+        for t in range(length):
+            place = table[b, t // page], t % page
+            k_pages[place] = torch.randn(m, d, generator=generator).to(dtype)
+            v_pages[place] = torch.randn(m, d, generator=generator).to(dtype)
+    # q is a view of a projection's row, as the layers hand it over.
+    wide = torch.randn(slots, rows, n + 2, d, generator=generator).to(dtype)
+    last = torch.tensor(lengths)[:, None]
+    positions = (last - rows + torch.arange(rows)).clamp(min=0)
+    return wide[:, :, :n], k_pages, v_pages, table, positions, torch.tensor(lengths)
+
+
+def defined(q, k_pages, v_pages, *where):
+    return CpuOps().paged_attention(q.float(), k_pages.float(), v_pages.float(), *where)
+
+
+def run(arguments, gate=None):
+    gate = None if gate is None else gate.to(DEVICE)
+    return attention.paged_attention(*(t.to(DEVICE) for t in arguments), gate=gate).cpu()
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts of 16 keys, combined two at a time: many of them in a short context."""
+    monkeypatch.setattr(attention, "MIN_CHUNK", 16)
+    monkeypatch.setattr(attention, "MAX_CHUNK", 16)
+    monkeypatch.setattr(attention, "COMBINE_PARTS", 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "n", "m", "d", "page"),
+    [(1, 4, 1, 64, 16), (6, 4, 1, 32, 32), (17, 8, 2, 32, 16), (3, 6, 2, 64, 128), (2, 2, 2, 32, 4)],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_equals_the_definition(request, dtype, rows, n, m, d, page, split) -> None:
+    """Ragged lengths, odd groups, rows over one tile, one part or several."""
+    if split:
+        request.getfixturevalue("small_parts")
+    arguments = filled([1, 33, 16, 61], rows, n, m, d, page, dtype)
+    cut = attention.split_work(4, rows, n, m, arguments[3].shape[1] * page)
+    assert (cut.parts > 1) is split
+    out = run(arguments)
+    assert out.dtype == dtype
+    assert (out.float() - defined(*arguments)).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_served_shape(dtype) -> None:
+    """Width 256, six rows; parts past a slot's length do nothing."""
+    arguments = filled([70, 5], 6, 4, 1, 256, 16, dtype, spare=12)
+    assert attention.split_work(2, 6, 4, 1, arguments[3].shape[1] * 16).parts == 5
+    assert (run(arguments).float() - defined(*arguments)).abs().max() < TOLERANCE[dtype]
+
+
+def test_prefill_tiles() -> None:
+    """A chunk of many rows behind an earlier one, in several tiles."""
+    arguments = filled([150, 130], 120, 4, 1, 32, 16)
+    assert attention.split_work(2, 120, 4, 1, 160).tiles == 8
+    out = attention.paged_prefill(*(t.to(DEVICE) for t in arguments)).cpu()
+    assert (out - defined(*arguments)).abs().max() < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_rounds_as_torch(request, dtype, split) -> None:
+    if split:
+        request.getfixturevalue("small_parts")
+    arguments = filled([40, 9], 3, 4, 2, 32, 16, dtype)
+    gate = torch.randn(2, 3, 4 * 32 + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gate = gate[..., 8:]
+    plain = run(arguments)
+    want = plain * torch.sigmoid(gate).view_as(plain)
+    # sigmoid may differ in its last bit, before it is rounded
+    error = (run(arguments, gate).float() - want.float()).abs().max()
+    assert error < {torch.float32: 1e-6, torch.bfloat16: 1.6e-2}[dtype]
+
+
+def test_nothing_to_see_is_zero(small_parts) -> None:
+    """Padding slots: no length, or negative positions; the others are as without them."""
+    arguments = filled([20, 0, 37], 3, 4, 2, 32, 16)
+    arguments[4][0, 0] = -1
+    out, want = run(arguments), defined(*arguments)
+    assert not out[1].any()
+    assert not out[0, 0].any()
+    assert (out[0, 1:] - want[0, 1:]).abs().max() < TOLERANCE[torch.float32]
+    assert (out[2] - want[2]).abs().max() < TOLERANCE[torch.float32]
+
+
+def test_a_row_depends_on_its_position_only(small_parts) -> None:
+    """The same row elsewhere in a tile, with a longer context behind it: the same bits."""
+    q, k_pages, v_pages, table, positions, lengths = filled([50], 6, 4, 1, 32, 16)
+    want = run((q, k_pages, v_pages, table, positions, lengths))
+    shifted = torch.cat((q[:, 4:], q[:, :4]), 1)
+    moved = torch.cat((positions[:, 4:], positions[:, :4]), 1)
+    assert torch.equal(run((shifted, k_pages, v_pages, table, moved, lengths))[:, 2:], want[:, :4])
+    alone = positions.clone()
+    alone[:, 1:] = 0
+    shorter = lengths - 5
+    assert torch.equal(run((q, k_pages, v_pages, table, alone, shorter))[:, 0], want[:, 0])
+
+
+@pytest.mark.parametrize("context", [16, 2048, 32768])
+@pytest.mark.parametrize("heads", [(4, 1), (8, 2)])
+@pytest.mark.parametrize("rows", [1, 6, 17, 512])
+@pytest.mark.parametrize("slots", [1, 8, 64])
+def test_cuts_cover_the_context_within_bounds(slots, rows, heads, context) -> None:
+    cut = attention.split_work(slots, rows, *heads, context)
+    assert cut.parts * cut.chunk >= context
+    assert cut.parts == 1 or (cut.parts - 1) * cut.chunk < context
+    assert cut.tile * cut.tiles >= rows * heads[0] // heads[1]
+    assert cut.chunk % cut.keys == 0
+    assert cut.parts <= attention.MAX_PARTS
+    assert cut.parts * slots * rows * heads[0] <= max(
+        attention.MAX_PARTIAL_ROWS, slots * rows * heads[0]
+    )
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    q, k_pages, v_pages, *where = filled([5], 1, 3, 2, 32, 16)
+    with pytest.raises(ValueError, match="multiple of kv heads"):
+        attention.paged_attention(q, k_pages, v_pages, *where)
+    q, k_pages, v_pages, *where = filled([5], 1, 2, 2, 24, 16)
+    with pytest.raises(ValueError, match="powers of two"):
+        attention.paged_attention(q, k_pages, v_pages, *where)
