@@ -41,7 +41,8 @@ def gdn_inputs(
     starts with [those | the R new ones]. Slots are distinct, except padding that nobody reads.
     """
     batch, rows = proj.shape[:2]
-    assert proj.stride(-1) == conv_cache.stride(-1) == 1 and conv_weight.is_contiguous()
+    assert proj.stride(-1) == conv_cache.stride(-1) == 1
+    assert conv_weight.is_contiguous()
     qk = proj.new_empty(batch, rows, 2, key_heads, dk, dtype=torch.float32)
     v = proj.new_empty(batch, rows, value_heads, dv, dtype=torch.float32)
     g = proj.new_empty(batch, rows, value_heads, dtype=torch.float32)
@@ -81,7 +82,8 @@ def gdn_verify(
     """
     batch, rows, _, key_heads, dk = qk.shape
     heads, dv = v.shape[2:]
-    assert state.stride()[2:] == (dv, 1) and z.stride(-1) == factors.stride(-1) == 1
+    assert state.stride()[2:] == (dv, 1)
+    assert z.stride(-1) == factors.stride(-1) == 1
     assert all(t.is_contiguous() for t in (qk, v, g, beta))
     assert arrivals.numel() >= batch * key_heads
     y = z.new_empty(batch, rows, heads * dv)
@@ -197,9 +199,9 @@ def _conv(
 def _softplus(x):
     """log(1 + e^x); the quotient is 1 but for the rounding of 1 + e, which it undoes."""
     e = tl.exp(-tl.abs(x))
-    sum = 1.0 + e
-    rounded = sum - 1.0
-    log1p = tl.where(rounded > 0.0, tl.log(sum) * e / tl.where(rounded > 0.0, rounded, 1.0), e)
+    total = 1.0 + e
+    rounded = total - 1.0
+    log1p = tl.where(rounded > 0.0, tl.log(total) * e / tl.where(rounded > 0.0, rounded, 1.0), e)
     return tl.maximum(x, 0.0) + log1p
 
 
@@ -356,12 +358,11 @@ def _finish(
         t = first + tl.arange(0, 8)
         alive, in_v = t < ROWS, (t < ROWS)[:, None] & (j < DV)[None, :]
         k_at = qk + (((row + t) * 2 + 1) * K_HEADS + key_head)[:, None] * DK + i[None, :]
-        k_mask = alive[:, None] & (i < DK)[None, :]
-        keys = factors + key_head * DK + t[:, None] * factors_x + i[None, :]
-        tl.store(keys, tl.load(k_at, mask=k_mask), mask=k_mask)
-        for head in range(key_head * REPEAT, key_head * REPEAT + REPEAT):
-            decay = tl.load(g + (row + t) * HEADS + head, mask=alive)
-            tl.store(decays + t * factors_x + head, decay, mask=alive)
+        in_k = alive[:, None] & (i < DK)[None, :]
+        k = tl.load(k_at, mask=in_k, other=0.0)
+        for sharer in tl.static_range(REPEAT):
+            head = key_head * REPEAT + sharer
+            decay = tl.load(g + (row + t) * HEADS + head, mask=alive, other=0.0)
             y_at = y + ((row + t) * HEADS + head)[:, None] * DV + j[None, :]
             z_at = z + (t * z_r + head * z_h)[:, None] + j[None, :]
             gate = tl.load(z_at, mask=in_v, other=0.0).to(tl.float32)
@@ -372,3 +373,6 @@ def _finish(
             if SILU:
                 act *= gate
             tl.store(y_at, (o * act).to(y.dtype.element_ty), mask=in_v)
+            tl.store(decays + t * factors_x + head, decay, mask=alive)
+        keys = factors + key_head * DK + t[:, None] * factors_x + i[None, :]
+        tl.store(keys, k, mask=in_k)
