@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.blocks import Params, RmsNorm
+from model.blocks import Params
 from model.cache import KvPages, Rows
 from model.config import ModelConfig
 from parallel.device import Device
@@ -35,7 +35,7 @@ class Attention:
         self.widths = ((n + m) * d, m * d, n * d)
         self.o_proj = RowLinear(params["o_proj.weight"], device)
         scales = [params["q_norm.weight"].expand(n, -1), params["k_norm.weight"].expand(m, -1)]
-        self.qk_norm = RmsNorm(torch.cat(scales), config.rms_norm_eps, device)
+        self.scale, self.eps = torch.cat(scales) + 1.0, config.rms_norm_eps
         self.k_pages, self.v_pages = pages.k[index], pages.v[index]
         self.ops = device.ops
 
@@ -43,11 +43,18 @@ class Attention:
         """x [B, R, H] -> [B, R, H]; writes the rows' keys and values."""
         n, m, d, ops = self.n, self.m, self.d, self.ops
         qk, v, gate = self.in_proj(x).split(self.widths, -1)
-        qk = ops.rotary(self.qk_norm(qk.unflatten(-1, (n + m, d))), rows.cos, rows.sin)
-        q, k = qk.split((n, m), 2)
-        ops.kv_write(self.k_pages, k, rows.kv_index)
-        ops.kv_write(self.v_pages, v.unflatten(-1, (m, d)), rows.kv_index)
-        out = ops.paged_attention(
-            q, self.k_pages, self.v_pages, rows.block_table, rows.positions, rows.lengths
+        q = ops.qk_norm_rope_write(
+            qk.unflatten(-1, (n + m, d)),
+            v.unflatten(-1, (m, d)),
+            self.scale,
+            rows.cos,
+            rows.sin,
+            self.eps,
+            self.k_pages,
+            self.v_pages,
+            rows.kv_index,
         )
-        return self.o_proj(out.flatten(-2) * torch.sigmoid(gate))
+        out = ops.paged_attention(
+            q, self.k_pages, self.v_pages, rows.block_table, rows.positions, rows.lengths, gate
+        )
+        return self.o_proj(out)

@@ -37,6 +37,12 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.scale, self.eps)
 
+    def after(self, delta: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-> (norm of the stream x + delta, the stream)."""
+        if x is None:
+            return self(delta), delta
+        return self.ops.add_rms_norm(delta, x, self.scale, self.eps)
+
 
 class Mlp:
     """down(silu(gate(x)) * up(x)); gate and up are one matrix [2i, H]."""
@@ -68,10 +74,14 @@ class Block:
         )
         self.mlp = Mlp(under(params, "mlp."), device)
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        """x [B, R, H] -> [B, R, H]."""
-        x = x + self.mixer(self.input_layernorm(x), rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(self, delta: Tensor, x: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The stream is x + delta, both [B, R, H] (no x: delta alone); -> the next delta and x.
+
+        The sum is left to the norm that reads it, which a backend does in one operation.
+        """
+        normed, x = self.input_layernorm.after(delta, x)
+        normed, x = self.post_attention_layernorm.after(self.mixer(normed, rows), x)
+        return self.mlp(normed), x
 
 
 class RotaryTable:

@@ -46,8 +46,6 @@ class Rows:
     """True: every real row is kept, so states advance at once and no factors wait."""
     fold: Tensor | None = None
     """[B] int64: rows of the last pass to fold (GdnStates.locate)"""
-    history: Tensor | None = None
-    """[B, W-1] int64: where the conv rows before these lie (GdnStates.locate)"""
 
 
 class KvPages:
@@ -73,19 +71,15 @@ class GdnStates:
         layers, slots, rows = len(model.gdn_layers), run.max_slots + 1, run.draft_tokens + 1
         key_heads, heads = gdn.num_k_heads // size, gdn.num_v_heads // size
         channels = (2 * gdn.key_dim + gdn.value_dim) // size
-        self.history = gdn.conv_kernel - 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(layers, slots, *shape, dtype=dtype, device=device.torch_device)
 
-        self.widths = (key_heads * gdn.head_k_dim, heads * gdn.head_v_dim, heads)
-        self.key_shape = (key_heads, gdn.head_k_dim)
-        self.value_shape = (heads, gdn.head_v_dim)
         self.state = zeros(heads, gdn.head_k_dim, gdn.head_v_dim)
-        self.factors = zeros(rows, sum(self.widths))  # k, delta and g of each waiting row
-        self.conv = zeros(self.history + rows, channels, dtype=getattr(torch, run.dtype))
+        width = key_heads * gdn.head_k_dim + heads * (gdn.head_v_dim + 1)
+        self.factors = zeros(rows, width)  # k, delta and g of each waiting row
+        self.conv = zeros(gdn.conv_kernel - 1 + rows, channels, dtype=getattr(torch, run.dtype))
         self.kept = torch.zeros(slots, dtype=torch.int64, device=device.torch_device)
-        self._taps = torch.arange(self.history, device=device.torch_device)
 
     def tensors(self) -> list[Tensor]:
         return [self.state, self.factors, self.conv]
@@ -101,38 +95,5 @@ class GdnStates:
         self.kept[slots] = kept
 
     def locate(self, rows: Rows) -> Rows:
-        """Rows with what every layer needs of the slots' books, looked up once a pass."""
-        kept = self.kept[rows.slots]
-        first = rows.slots * self.conv.shape[2] + kept
-        return replace(rows, fold=kept, history=first.unsqueeze(1) + self._taps)
-
-    def window(self, layer: int, rows: Rows, u: Tensor) -> Tensor:
-        """Pre-conv rows u [B, R, C] behind the W-1 kept rows before them: [B, W-1+R, C]."""
-        return torch.cat((self.conv[layer].flatten(0, 1)[rows.history], u), 1)
-
-    def settle(self, layer: int, rows: Rows, device: Device) -> Tensor:
-        """Fold the kept rows of the last pass into the state; returns it [B, h, Dk, Dv]."""
-        state = self.state[layer].index_select(0, rows.slots)
-        if rows.waiting:
-            waiting = self.factors[layer, :, : rows.waiting].index_select(0, rows.slots)
-            k, delta, g = waiting.split(self.widths, -1)
-            k, delta = k.unflatten(-1, self.key_shape), delta.unflatten(-1, self.value_shape)
-            assert rows.fold is not None
-            state = device.ops.gdn_fold(state, k, delta, g, rows.fold)
-            self.state[layer].index_copy_(0, rows.slots, state)
-        return state
-
-    def leave_factors(
-        self, layer: int, rows: Rows, window: Tensor, k: Tensor, delta: Tensor, g: Tensor
-    ) -> None:
-        """Keep this pass's rows beside the state until it is known how many survive."""
-        packed = torch.cat((k.flatten(2), delta.flatten(2), g), -1)
-        self.factors[layer, :, : k.shape[1]].index_copy_(0, rows.slots, packed)
-        self.conv[layer, :, : window.shape[1]].index_copy_(0, rows.slots, window)
-
-    def advance(self, layer: int, rows: Rows, window: Tensor, state: Tensor) -> None:
-        """Prefill: the state already holds every real row; keep the W-1 rows before the next."""
-        self.state[layer].index_copy_(0, rows.slots, state)
-        index = rows.counts[:, None] + self._taps
-        last = window.gather(1, index.unsqueeze(-1).expand(-1, -1, window.shape[-1]))
-        self.conv[layer, :, : self.history].index_copy_(0, rows.slots, last)
+        """Rows with what the slots wait to fold, looked up once for all layers."""
+        return replace(rows, fold=self.kept[rows.slots])

@@ -45,4 +45,4 @@ class MtpDraft:
         e = self.pre_fc_norm_embedding(F.embedding(tokens, self.embed_tokens))
         n = self.pre_fc_norm_hidden(hidden)
         y = self.ops.linear(torch.cat((e, n), -1), self.fc)
-        return self.norm(self.layer(y, rows))
+        return self.norm.after(*self.layer(y, None, rows))[0]

@@ -47,7 +47,7 @@ class Qwen35:
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """tokens [B, R] int64 -> hidden after the final norm [B, R, H]."""
         rows = self.states.locate(rows)
-        x = F.embedding(tokens, self.embed_tokens)
+        delta, x = F.embedding(tokens, self.embed_tokens), None
         for layer in self.layers:
-            x = layer(x, rows)
-        return self.norm(x)
+            delta, x = layer(delta, x, rows)
+        return self.norm.after(delta, x)[0]

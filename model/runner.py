@@ -298,5 +298,6 @@ def _storages(root: object) -> dict[int, int]:
         elif isinstance(thing, list | tuple):
             queue.extend(thing)
         elif type(thing).__module__.startswith(("model.", "parallel.")):
-            queue.extend(vars(thing).values() if hasattr(thing, "__dict__") else ())
+            names = vars(thing) if hasattr(thing, "__dict__") else getattr(thing, "__slots__", ())
+            queue.extend(getattr(thing, name) for name in names)
     return found

@@ -25,6 +25,40 @@ class DeviceError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GdnLayer:
+    """This rank's share of one gated delta net layer: what an operation reads, and its memory."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_weight: Tensor
+    """[W, C], C = [q | k | v] channels; the last tap is the current row's"""
+    rate: Tensor
+    """[h] float32: -exp(A_log)"""
+    dt_bias: Tensor
+    """[h]"""
+    norm_weight: Tensor
+    """[Dv] float32"""
+    eps: float
+    gate: str
+    """Activation of z: "silu" or "sigmoid"."""
+    conv: Tensor
+    """[S, W-1+X, C]: pre-conv rows; the W-1 before the next one start at `kept`"""
+    state: Tensor
+    """[S, h, Dk, Dv] float32"""
+    factors: Tensor
+    """[S, X, k Dk + h Dv + h] float32: k, delta and g of the rows that wait to be folded"""
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of the projection's sections [q k v | z | b | a]."""
+        values = self.num_v_heads * self.head_v_dim
+        channels = 2 * self.num_k_heads * self.head_k_dim + values
+        return channels, values, self.num_v_heads, self.num_v_heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """What a backend can do, as data: code asks for these, never for a chip."""
 
@@ -45,6 +79,12 @@ class Ops(Protocol):
         """x / rms(x) * scale over the last dim, in x's dtype; scale [d] or [n, d], float32."""
         ...
 
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """-> (rms_norm(x + residual), x + residual)."""
+        ...
+
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
         """GDN output norm: weight * x / rms(x) * act(z), in z's dtype; weight float32."""
         ...
@@ -53,12 +93,24 @@ class Ops(Protocol):
         """gate_up [..., 2i] = [gate | up] -> silu(gate) * up [..., i]."""
         ...
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first 2r of d: x [B, R, n, d], cos and sin [B, R, 1, 2r], NeoX halves."""
-        ...
+    def qk_norm_rope_write(
+        self,
+        qk: Tensor,
+        v: Tensor,
+        scale: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        index: Tensor,
+    ) -> Tensor:
+        """Norm q and k by head, rotate them, write k and v to their pages; -> q [B, R, n, d].
 
-    def kv_write(self, pages: Tensor, rows: Tensor, index: Tensor) -> None:
-        """pages [P, page, m, d]; rows [B, R, m, d]; index [B, R]: page * page_tokens + offset."""
+        qk [B, R, n + m, d]; v [B, R, m, d]; scale [n + m, d] float32; cos, sin [B, R, 1, 2r]
+        float32 turn the first 2r of d, NeoX halves; pages [P, page, m, d]; index [B, R] =
+        page * page_tokens + offset.
+        """
         ...
 
     def paged_attention(
@@ -69,12 +121,25 @@ class Ops(Protocol):
         block_table: Tensor,
         positions: Tensor,
         lengths: Tensor,
+        gate: Tensor,
     ) -> Tensor:
-        """Causal attention over pages, scale d^-0.5, softmax in float32.
+        """Causal attention over pages, scale d^-0.5, softmax in float32; times sigmoid(gate).
 
-        q [B, R, n, d]; pages [P, page, m, d]; block_table [B, N]; positions [B, R]; lengths [B].
-        A row sees the keys at positions up to its own and below its slot's length; whatever lies
-        elsewhere in the pages, NaN included, has no influence. -> [B, R, n, d].
+        q [B, R, n, d]; pages [P, page, m, d]; block_table [B, N]; positions [B, R]; lengths [B];
+        gate [B, R, n * d]. A row sees the keys at positions up to its own and below its slot's
+        length; whatever lies elsewhere in the pages, NaN included, has no influence.
+        -> [B, R, n * d].
+        """
+        ...
+
+    def gdn_verify(
+        self, proj: Tensor, layer: GdnLayer, slots: Tensor, kept: Tensor, waiting: int
+    ) -> Tensor:
+        """GDN between its projections, for rows of which only a prefix may be kept.
+
+        proj [B, R, C + h Dv + 2 h] = [q k v | z | b | a]; slots, kept [B] int64; waiting: factor
+        rows to look at (0: none waits). Folds the first kept[b] of them into the state, runs the R
+        rows, leaves their factors and their conv window in `layer`. -> y [B, R, h Dv].
         """
         ...
 
@@ -112,8 +177,13 @@ class Ops(Protocol):
         """
         ...
 
-    def top_row(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [N, v] -> (largest value [N] float32, its first index [N] int64)."""
+    def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
+        """logits [N, v] of the ids from first_id -> [N, 2] int32: float32 bits of the largest, and
+        the smallest id that has it."""
+        ...
+
+    def choose_pair(self, gathered: Tensor) -> Tensor:
+        """top_pair of every rank [size, N, 2] -> [N] int64: the best id, ties to the smallest."""
         ...
 
 

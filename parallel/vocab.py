@@ -9,7 +9,6 @@ Letters: N rows | H hidden | V vocabulary, v this rank's share
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from parallel.device import Device
@@ -24,17 +23,8 @@ class LMHead:
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> the likeliest id of each row [N] int64, the same on every rank."""
-        value, index = self.ops.top_row(self.ops.linear(hidden, self.weight))
-        index = index + self.first_id
-        if self.group.size == 1:
-            return index
-        pair = torch.stack((value.view(torch.int32), index.to(torch.int32)), -1)
-        values, ids = self.group.all_gather(pair).unbind(-1)  # [size, N] each
-        values = values.contiguous().view(torch.float32)
-        best = values.amax(0, keepdim=True)
-        # The first rank that reaches the best value holds the smallest id among the ties.
-        winner = (values == best).to(torch.int8).argmax(0, keepdim=True)
-        return ids.gather(0, winner).squeeze(0).to(torch.int64)
+        pair = self.ops.top_pair(self.ops.linear(hidden, self.weight), self.first_id)
+        return self.ops.choose_pair(self.group.all_gather(pair))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> all logits [N, V] float32, in vocabulary order, on every rank."""

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.device import GdnLayer
+
 FEW_ROWS = 16
 """Up to here the weight is the left factor: it streams once, where the other order repacks it."""
 
@@ -30,6 +32,12 @@ class CpuOps:
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * scale).to(x.dtype)
 
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, scale, eps), total
+
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
         y = F.rms_norm(x.float(), x.shape[-1:], weight, eps)
         act = F.silu(z.float()) if gate == "silu" else torch.sigmoid(z.float())
@@ -39,15 +47,28 @@ class CpuOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, kept = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+    def qk_norm_rope_write(
+        self,
+        qk: Tensor,
+        v: Tensor,
+        scale: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        index: Tensor,
+    ) -> Tensor:
+        num_kv, width = v.shape[2], cos.shape[-1]
+        qk = self.rms_norm(qk, scale, eps)
+        turned, rest = qk.split((width, qk.shape[-1] - width), -1)
         left, right = turned.chunk(2, -1)
-        halves = torch.cat((-right, left), -1)
-        return torch.cat((turned * cos + halves * sin, kept), -1).to(x.dtype)
-
-    def kv_write(self, pages: Tensor, rows: Tensor, index: Tensor) -> None:
-        flat = pages.flatten(0, 1)
-        flat.index_copy_(0, index.reshape(-1), rows.reshape(-1, *rows.shape[2:]).to(pages.dtype))
+        turned = turned * cos + torch.cat((-right, left), -1) * sin
+        qk = torch.cat((turned.to(qk.dtype), rest), -1)
+        q, k = qk.split((qk.shape[2] - num_kv, num_kv), 2)
+        for pages, rows in ((k_pages, k), (v_pages, v)):
+            pages.flatten(0, 1).index_copy_(0, index.reshape(-1), rows.flatten(0, 1))
+        return q
 
     def paged_attention(
         self,
@@ -57,6 +78,7 @@ class CpuOps:
         block_table: Tensor,
         positions: Tensor,
         lengths: Tensor,
+        gate: Tensor,
     ) -> Tensor:
         num_heads, d = q.shape[2:]
         num_kv = k_pages.shape[2]
@@ -72,7 +94,35 @@ class CpuOps:
         scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
         weights = torch.softmax(scores, -1).to(q.dtype).flatten(2, 3)
         out = (weights @ v).unflatten(2, grouped.shape[2:4])  # [B, m, g, R, d]
-        return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        return out.permute(0, 3, 1, 2, 4).flatten(2) * torch.sigmoid(gate)
+
+    def gdn_verify(
+        self, proj: Tensor, layer: GdnLayer, slots: Tensor, kept: Tensor, waiting: int
+    ) -> Tensor:
+        rows, (heads, dv) = proj.shape[1], (layer.num_v_heads, layer.head_v_dim)
+        keys = (layer.num_k_heads, layer.head_k_dim)
+        u, z, b, a = proj.split(layer.widths, -1)
+        taps = torch.arange(layer.conv_weight.shape[0] - 1, device=proj.device)
+        before = (slots * layer.conv.shape[1] + kept).unsqueeze(1) + taps
+        window = torch.cat((layer.conv.flatten(0, 1)[before], u), 1)
+        y = self.causal_conv(window, layer.conv_weight, rows)
+        qk, v = y.split((y.shape[-1] - heads * dv, heads * dv), -1)
+        qk, v = self.gdn_qk_norm(qk.unflatten(-1, (2, *keys))), v.unflatten(-1, (heads, dv)).float()
+        g, beta = self.gdn_gates(a, b, layer.rate, layer.dt_bias)
+        state = layer.state.index_select(0, slots)
+        if waiting:
+            left = layer.factors[:, :waiting].index_select(0, slots)
+            k, delta, decay = left.split((keys[0] * keys[1], heads * dv, heads), -1)
+            k, delta = k.unflatten(-1, keys), delta.unflatten(-1, (heads, dv))
+            state = self.gdn_fold(state, k, delta, decay, kept)
+            layer.state.index_copy_(0, slots, state)
+        out, delta = self.gdn_rows(qk, v, g, beta, state)
+        leave = torch.cat((qk[:, :, 1].flatten(2), delta.flatten(2), g), -1)
+        layer.factors[:, :rows].index_copy_(0, slots, leave)
+        layer.conv[:, : window.shape[1]].index_copy_(0, slots, window)
+        z = z.unflatten(-1, (heads, dv))
+        out = out.to(z.dtype)
+        return self.gated_rms_norm(out, z, layer.norm_weight, layer.eps, layer.gate).flatten(2)
 
     def causal_conv(self, window: Tensor, weight: Tensor, rows: int) -> Tensor:
         taps = window.float()
@@ -125,9 +175,16 @@ class CpuOps:
         keys = keys.expand(-1, -1, delta.shape[2] // key_heads, -1, -1).flatten(1, 2)
         return state * g.sum(1).exp()[..., None, None] + keys @ weighted
 
-    def top_row(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
         value, index = logits.float().max(-1)
-        return value, index
+        return torch.stack((value.view(torch.int32), (index + first_id).to(torch.int32)), -1)
+
+    def choose_pair(self, gathered: Tensor) -> Tensor:
+        bits, ids = gathered.unbind(-1)  # [size, N] each
+        values = bits.contiguous().view(torch.float32)
+        # The first rank that reaches the best value holds the smallest id among the ties.
+        winner = (values == values.amax(0, keepdim=True)).to(torch.int8).argmax(0, keepdim=True)
+        return ids.gather(0, winner).squeeze(0).to(torch.int64)
 
 
 @cache

@@ -67,13 +67,13 @@ def paged_attention(
     """As Ops.paged_attention, for any R; a row that sees no key is zero.
 
     q [B, R, n, d], any strides but the last's; pages [P, page, m, d] with page a power of two;
-    block_table [B, N]; positions [B, R]; lengths [B]; gate [B, R, n * d], a view of a wider row or
-    none: the result times its sigmoid. -> [B, R, n, d] contiguous.
+    block_table [B, N]; positions [B, R]; lengths [B]; gate [B, R, n * d], a view of a wider row:
+    the result times its sigmoid, or as it is without one. -> [B, R, n * d].
     """
     slots, rows, heads, d = q.shape
     page, kv_heads = k_pages.shape[1:3]
     _check(q, k_pages, v_pages)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(slots, rows, heads * d, dtype=q.dtype, device=q.device)
     if not q.numel():
         return out
     cut = split_work(slots, rows, heads, kv_heads, block_table.shape[1] * page)
@@ -83,8 +83,7 @@ def paged_attention(
         shape = (slots * rows * heads, cut.parts)
         partial = torch.empty(*shape, d, dtype=torch.float32, device=q.device)
         stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
-    gate = out if gate is None else gate
-    gated, gate_rows = gate is not out, gate.flatten(0, 1)
+    gated, gate_rows = gate is not None, (out if gate is None else gate).flatten(0, 1)
     wide = q.element_size() > 2
     _attend_kernel[(cut.parts, cut.tiles, slots * kv_heads)](
         q, k_pages, v_pages, block_table, positions, lengths, gate_rows, out, partial, stats,
@@ -92,7 +91,7 @@ def paged_attention(
         block_table.stride(0), positions.stride(0), gate_rows.stride(0), rows, cut.chunk,
         d**-0.5 * 1.4426950408889634,
         HEADS=heads, KV=kv_heads, D=d, PAGE=page, TILE=cut.tile,
-        KEYS=min(cut.keys, 32) if wide else cut.keys, WHOLE=whole, GATED=gated,
+        KEYS=min(cut.keys, 32) if wide else cut.keys, WHOLE=whole, GATED=gated, WIDEN=not q.is_cuda,
         num_warps=4, num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3),
     )  # fmt: skip
     if not whole:
@@ -133,6 +132,14 @@ def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
 
 
 @triton.jit
+def _product(a, b, total, WIDEN: tl.constexpr):
+    """total + a @ b; WIDEN where there is no bfloat16 product: interpreted."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
 def _gated(out, gate, dtype: tl.constexpr):
     """out * sigmoid(gate), both factors rounded first, as in plain torch."""
     factor = tl.sigmoid(gate.to(tl.float32)).to(dtype)
@@ -146,6 +153,7 @@ def _attend_kernel(
     table_slot, position_slot, gate_token, rows, chunk, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One part of the context for one tile; WHOLE: the part is everything, so it ends here."""
     part = tl.program_id(0)
@@ -177,7 +185,7 @@ def _attend_kernel(
         page = tl.load(table_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
         k_at = page * k_page + (key % PAGE) * k_token
         k = tl.load(k_ptr + k_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = _product(q, tl.trans(k), tl.zeros((TILE, KEYS), tl.float32), WIDEN) * scale
         seen = live[None, :] & (key[None, :] <= position[:, None])
         score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(high, tl.max(score, 1))
@@ -185,8 +193,7 @@ def _attend_kernel(
         shrink = tl.exp2(high - higher)
         v_at = page * v_page + (key % PAGE) * v_token
         v = tl.load(v_ptr + v_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-        total = total * shrink[:, None]
-        total = tl.dot(p.to(v.dtype), v, total, input_precision="ieee")
+        total = _product(p.to(v.dtype), v, total * shrink[:, None], WIDEN)
         weight = weight * shrink + tl.sum(p, 1)
         high = higher
 

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_PROGRAMS = 1056
-"""Up to here blocks of 8 columns spread the state over more processors: 8 for each of 132."""
+NARROW, WIDE = (8, 1), (16, 1)
+"""Columns of a state and warps of one program: NARROW spreads few states over more processors."""
+FEW_COLUMNS = 8448
+"""Up to here, over all slots and heads, NARROW: 64 columns for each of 132 processors."""
 
 
 def gdn_inputs(
@@ -87,12 +89,12 @@ def gdn_verify(
     assert all(t.is_contiguous() for t in (qk, v, g, beta))
     assert arrivals.numel() >= batch * key_heads
     y = z.new_empty(batch, rows, heads * dv)
-    block = 8 if batch * heads * triton.cdiv(dv, 8) <= FEW_PROGRAMS else 16
+    block, warps = NARROW if batch * heads * dv <= FEW_COLUMNS else WIDE
     inputs = (qk, v, g, beta, z, state, factors, slots, kept, norm_weight)
     strides = (*z.stride()[:3], *state.stride()[:2], *factors.stride()[:2])
     shape = (rows, waiting, key_heads, heads, dk, dv, block, gate == "silu")
     grid = (heads * triton.cdiv(dv, block), batch)
-    _verify_kernel[grid](*inputs, arrivals, y, *strides, eps, *shape, num_warps=1)
+    _verify_kernel[grid](*inputs, arrivals, y, *strides, eps, *shape, num_warps=warps)
     return y
 
 
@@ -285,8 +287,12 @@ def _verify_kernel(
     if arrived == REPEAT * BLOCKS - 1:
         tl.store(arrivals + b * K_HEADS + key_head, 0)
         z += b * z_b
-        rest = (z_r, z_h, factors_x, eps, ROWS, K_HEADS, HEADS, DK, DV, SILU)
-        _finish(qk, g, z, y, factors, decays, norm_weight, row, key_head, *rest)
+        # fmt: off
+        _finish(
+            qk, g, z, y, factors, decays, norm_weight, row, key_head, z_r, z_h, factors_x, eps,
+            ROWS, K_HEADS, HEADS, DK, DV, SILU,
+        )
+        # fmt: on
 
 
 @triton.jit

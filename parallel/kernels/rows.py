@@ -19,7 +19,6 @@ ROW_PIECE = 512
 """Elements of a row that one program of an elementwise kernel takes."""
 TOP_PIECE = 2048
 """Logits that one program of the first stage looks through."""
-LAST_ID = tl.constexpr(0x7FFFFFFF)
 LOWEST = tl.constexpr(-(1 << 63))
 
 
@@ -58,9 +57,7 @@ def gated_output(out: Tensor, gate: Tensor) -> Tensor:
     if y.numel():
         width = x.shape[1]
         grid = (x.shape[0], triton.cdiv(width, ROW_PIECE))
-        _gate_kernel[grid](
-            x, g, y, x.stride(0), g.stride(0), D=width, BLOCK=ROW_PIECE, SILU=False
-        )
+        _gate_kernel[grid](x, g, y, x.stride(0), g.stride(0), D=width, BLOCK=ROW_PIECE, SILU=False)
     return y
 
 
@@ -324,7 +321,7 @@ def _sortable(value, index):
     bits = value.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(value == value, bits, 0x7FC00000)
-    return (bits.to(tl.int64) << 32) | (LAST_ID - index).to(tl.int64)
+    return (bits.to(tl.int64) << 32) | (index ^ 0x7FFFFFFF).to(tl.int64)
 
 
 @triton.jit
@@ -332,7 +329,7 @@ def _unsorted(key):
     """int64 -> (bits of the float32 value, index), both int32."""
     bits = (key >> 32).to(tl.int32)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return bits, LAST_ID - (key & 0x7FFFFFFF).to(tl.int32)
+    return bits, (key & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
 
 
 @triton.jit

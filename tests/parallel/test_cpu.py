@@ -78,16 +78,18 @@ def test_attention_reads_only_its_own_keys() -> None:
         k = torch.randn(length, m, d, generator=generator)
         v = torch.randn(length, m, d, generator=generator)
         index = torch.tensor([[int(table[b, t // page]) * page + t % page for t in range(length)]])
-        OPS.kv_write(k_pages, k[None], index)
-        OPS.kv_write(v_pages, v[None], index)
+        k_pages.flatten(0, 1)[index[0]], v_pages.flatten(0, 1)[index[0]] = k, v
         for r in range(rows):
             seen = min(int(positions[b, r]) + 1, length)
             kk = k[:seen].repeat_interleave(n // m, 1).double()
             vv = v[:seen].repeat_interleave(n // m, 1).double()
             scores = torch.einsum("nd,tnd->nt", q[b, r].double(), kk) * d**-0.5
             want.append(torch.einsum("nt,tnd->nd", scores.softmax(-1), vv))
-    got = OPS.paged_attention(q, k_pages, v_pages, table, positions, torch.tensor(lengths))
-    assert (got.flatten(0, 1) - torch.stack(want)).abs().max() < 1e-6
+    gate = torch.randn(3, rows, n * d, generator=generator)
+    lengths = torch.tensor(lengths)
+    got = OPS.paged_attention(q, k_pages, v_pages, table, positions, lengths, gate)
+    gated = torch.stack(want).view(3, rows, -1) * torch.sigmoid(gate.double())
+    assert (got - gated).abs().max() < 1e-6
 
 
 def test_conv_is_causal_and_its_last_tap_is_the_current_row() -> None:
@@ -101,7 +103,33 @@ def test_conv_is_causal_and_its_last_tap_is_the_current_row() -> None:
     assert (OPS.causal_conv(window, weight, 5) - want).abs().max() < 1e-6
 
 
-def test_top_row_takes_the_first_of_equals() -> None:
-    value, index = OPS.top_row(torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]))
-    assert value.tolist() == [3.0, 5.0]
-    assert index.tolist() == [1, 0]
+def test_q_and_k_are_normed_by_head_and_turned_by_position() -> None:
+    """Against complex numbers; k and v land where the index says, q comes back."""
+    generator = torch.Generator().manual_seed(0)
+    n, m, d, half = 3, 2, 12, 2
+    qk = torch.randn(1, 4, n + m, d, generator=generator)
+    v = torch.randn(1, 4, m, d, generator=generator)
+    scale = torch.randn(n + m, d, generator=generator)
+    angle = torch.randn(1, 4, 1, half, generator=generator)
+    both = torch.cat((angle, angle), -1)
+    pages = torch.zeros(2, 3, 4, m, d)  # k and v: 3 pages of 4
+    index = torch.tensor([[9, 2, 4, 11]])
+    q = OPS.qk_norm_rope_write(qk, v, scale, both.cos(), both.sin(), 1e-6, *pages, index)
+    normed = qk.double() / (qk.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
+    turned = torch.complex(normed[..., :half], normed[..., half : 2 * half])
+    turned = turned * torch.exp(1j * angle.double())
+    want = torch.cat((turned.real, turned.imag, normed[..., 2 * half :]), -1)
+    assert (q - want[:, :, :n]).abs().max() < 1e-6
+    rows = pages.flatten(1, 2)
+    assert (rows[0, index[0]] - want[0, :, n:]).abs().max() < 1e-6
+    assert torch.equal(rows[1, index[0]], v[0])
+    assert rows.count_nonzero() == 2 * 4 * m * d
+
+
+def test_the_best_pair_is_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0], [0.0, -1.0, 7.0, 7.0]])
+    pairs = torch.stack(
+        [OPS.top_pair(part, first) for part, first in zip(logits.split(2, 1), (0, 2))]
+    )
+    assert pairs.dtype == torch.int32
+    assert OPS.choose_pair(pairs).tolist() == [1, 0, 2]

@@ -1,8 +1,8 @@
-"""The Triton kernels of Gated DeltaNet against model/gdn.py over CpuOps, pass after pass."""
+"""The Triton kernels of Gated DeltaNet against CpuOps.gdn_verify, pass after pass."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,104 +10,92 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from model.cache import GdnStates, Rows
-from model.gdn import GatedDeltaNet
 from parallel.backends.cpu import CpuOps
-from parallel.device import Device
-from parallel.group import alone
-from parallel.kernels.gdn import gdn_inputs, gdn_verify
+from parallel.device import GdnLayer
+from parallel.kernels import gdn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Largest difference: of y in its dtype, of the float32 memory, and of the inputs."""
-LAYERS, INDEX, SLOTS, TAPS, DK, DV = 2, 1, 5, 4, 12, 20
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""Relative and absolute. Triton's interpreter cuts float32 to bfloat16 where a GPU rounds."""
+LAYERS, INDEX, SLOTS, PADDING, TAPS, DK, DV = 2, 1, 6, 5, 4, 20, 12
 NAN = float("nan")
 
 
 class Pair:
-    """One layer twice: `layer` and `states` on the CPU, their copies in front of the kernels.
-
-    The projections are the identity: the layer's input is the row [q | k | v | z | b | a].
-    """
+    """One layer twice: `layer` on the CPU, its copy `own` in memory of several layers."""
 
     def __init__(self, k: int, h: int, most: int, dtype: torch.dtype, gate: str) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.k, self.h, self.most, self.dtype = k, h, most, dtype
-        self.c, self.taken = 2 * k * DK + h * DV, torch.zeros(SLOTS + 1, dtype=torch.int64)
-        gdn = SimpleNamespace(
-            num_k_heads=k, num_v_heads=h, head_k_dim=DK, head_v_dim=DV, conv_kernel=TAPS,
-            key_dim=k * DK, value_dim=h * DV, gate=gate,
-        )  # fmt: skip
-        model = SimpleNamespace(gdn=gdn, gdn_layers=range(LAYERS), rms_norm_eps=1e-6)
-        name = str(dtype).removeprefix("torch.")
-        run = SimpleNamespace(max_slots=SLOTS, draft_tokens=most - 1, dtype=name)
-        device = Device(torch_device=torch.device("cpu"), ops=CpuOps(), tp=alone())
-        params = {f"in_proj_{part}.weight": torch.empty(0, 0) for part in ("qkv", "z", "b", "a")}
-        params |= {"out_proj.weight": torch.empty(0, 0), "norm.weight": 1 + 0.2 * self.rand(DV)}
-        params |= {"A_log": self.rand(h), "dt_bias": self.rand(h)}
-        params["conv1d.weight"] = self.rand(self.c, 1, TAPS).to(dtype)
-        self.states = GdnStates(model, run, device)
-        self.layer = GatedDeltaNet(model, params, self.states, INDEX, device)
-        self.layer.in_proj = self.layer.out_proj = lambda x: x
-        self.states.state.normal_(generator=self.generator)
-        self.states.conv.normal_(generator=self.generator)
-        self.memory = [t.to(DEVICE, copy=True) for t in self.states.tensors()]
-        self.arrivals = torch.zeros(2 * SLOTS * k, dtype=torch.int32, device=DEVICE)
+        self.dtype, self.kept = dtype, torch.zeros(SLOTS, dtype=torch.int64)
+        self.channels = 2 * k * DK + h * DV
+        self.layer = GdnLayer(
+            num_k_heads=k,
+            num_v_heads=h,
+            head_k_dim=DK,
+            head_v_dim=DV,
+            conv_weight=self.rand(TAPS, self.channels).to(dtype),
+            rate=-self.rand(h).exp(),
+            dt_bias=self.rand(h),
+            norm_weight=1 + 0.2 * self.rand(DV),
+            eps=1e-6,
+            gate=gate,
+            conv=self.rand(SLOTS, TAPS - 1 + most, self.channels).to(dtype),
+            state=self.rand(SLOTS, h, DK, DV),
+            factors=torch.zeros(SLOTS, most, k * DK + h * DV + h),
+        )
+        memory = [self.layer.conv, self.layer.state, self.layer.factors]
+        self.memory = [torch.stack([t] * LAYERS).to(DEVICE) for t in memory]
+        conv, state, factors = (t[INDEX] for t in self.memory)
+        self.own = replace(self.layer, conv=conv, state=state, factors=factors)
+        self.arrivals = torch.zeros(3 * k, dtype=torch.int32, device=DEVICE)
 
     def rand(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
 
     def proj(self, batch: int, rows: int) -> Tensor:
         """Rows of a wider matrix, with gates from almost shut to wide open."""
-        width = self.c + self.h * DV + 2 * self.h
-        x = self.rand(batch, rows, width + 5)
-        x[..., width - 2 * self.h :] *= 6.0
-        return x.to(self.dtype)[..., :width]
+        x = self.rand(batch, rows, sum(self.layer.widths) + 5)
+        x[..., self.channels + self.layer.num_v_heads * DV :] *= 6.0
+        return x.to(self.dtype)[..., :-5]
 
     def on_cpu(self, proj: Tensor, slots: Tensor, waiting: int) -> Tensor:
-        unused = torch.empty(0)
-        rows = Rows(
-            slots=slots, positions=unused, lengths=unused, block_table=unused, kv_index=unused,
-            counts=unused, cos=unused, sin=unused, waiting=waiting,
-        )  # fmt: skip
-        return self.layer(proj, self.states.locate(rows))
+        return CpuOps().gdn_verify(proj, self.layer, slots, self.kept[slots], waiting)
 
-    def in_kernels(self, proj: Tensor, slots: Tensor, waiting: int) -> tuple[Tensor, ...]:
-        state, factors, conv = (t[INDEX] for t in self.memory)
-        here = [slots.to(DEVICE), self.states.kept[slots].to(DEVICE)]
-        layer, proj = self.layer, proj.to(DEVICE)
-        weights = [t.to(DEVICE) for t in (layer.conv, layer.rate, layer.dt_bias, layer.norm)]
-        inputs = gdn_inputs(proj, conv, *weights[:3], *here, self.k, self.h, DK, DV)
-        z = proj[..., self.c : self.c + self.h * DV].unflatten(-1, (self.h, DV))
-        y = gdn_verify(
-            *inputs, z, state, factors, *here, waiting, weights[3], layer.eps, layer.gate,
-            self.arrivals,
-        )  # fmt: skip
-        return y.cpu(), *(t.cpu() for t in inputs)
+    def in_kernels(self, proj: Tensor, slots: Tensor, waiting: int) -> Tensor:
+        own, proj = self.own, proj.to(DEVICE)
+        where = (slots.to(DEVICE), self.kept[slots].to(DEVICE))
+        weights = [t.to(DEVICE) for t in (own.conv_weight, own.rate, own.dt_bias)]
+        sizes = (own.num_k_heads, own.num_v_heads, DK, DV)
+        inputs = gdn.gdn_inputs(proj, own.conv, *weights, *where, *sizes)
+        z = proj.split(own.widths, -1)[1].unflatten(-1, (own.num_v_heads, DV))
+        norm = (own.norm_weight.to(DEVICE), own.eps, own.gate)
+        memory = (own.state, own.factors, *where, waiting)
+        return gdn.gdn_verify(*inputs, z, *memory, *norm, self.arrivals).cpu()
 
     def poison(self, slots: Tensor) -> None:
         """NaN in all that the kernels must not read: other slots, rows behind the kept ones."""
-        state, factors, conv = self.memory
-        unused = torch.ones(SLOTS + 1, dtype=torch.bool)
+        unused = torch.ones(SLOTS, dtype=torch.bool)
         unused[slots] = False
         for t in self.memory:
             t[:, unused.to(DEVICE)] = NAN
             t[1 - INDEX] = NAN
         for slot in slots.tolist():
-            factors[INDEX, slot, int(self.states.kept[slot]) :] = NAN
-            conv[INDEX, slot, int(self.states.kept[slot]) + TAPS - 1 :] = NAN
+            kept = int(self.kept[slot])
+            self.own.factors[slot, kept:] = NAN
+            self.own.conv[slot, kept + TAPS - 1 :] = NAN
 
-    def commit(self, slots: Tensor, kept: list[int]) -> None:
-        self.states.commit(slots, torch.tensor(kept))
+    def check_memory(self, slots: Tensor, rows: int) -> None:
+        """What a pass of `rows` leaves to the next."""
+        own, want, here = self.own, self.layer, slots.to(DEVICE)
+        self.check(own.state[here], want.state[slots])
+        self.check(own.factors[here, :rows], want.factors[slots, :rows])
+        window = slice(TAPS - 1 + rows)
+        assert torch.equal(own.conv[here, window].cpu(), want.conv[slots, window])
+        assert not self.arrivals.any()
 
-    def difference(self, slots: Tensor, rows: int) -> float:
-        """Of the memory that a pass of `rows` leaves to the next."""
-        state, factors, conv = (t[INDEX, slots.to(DEVICE)].cpu() for t in self.memory)
-        window = TAPS - 1 + rows
-        assert torch.equal(conv[:, :window], self.states.conv[INDEX, slots, :window])
-        worst = (state - self.states.state[INDEX, slots]).abs().max()
-        left = factors[:, :rows] - self.states.factors[INDEX, slots, :rows]
-        return float(torch.maximum(worst, left.abs().max()))
+    def check(self, got: Tensor, want: Tensor) -> None:
+        near = TOLERANCE[self.dtype]
+        torch.testing.assert_close(got.cpu(), want, rtol=near, atol=near)
 
 
 CASES = [
@@ -116,9 +104,9 @@ CASES = [
     (1, 6, 1, 2, torch.float32, "sigmoid"),
     (3, 2, 1, 3, torch.float32, "silu"),
     (3, 6, 2, 2, torch.float32, "silu"),
-    (3, 1, 2, 4, torch.float32, "silu"),
+    (3, 1, 1, 2, torch.float32, "silu"),
     (1, 17, 1, 1, torch.float32, "silu"),
-    (3, 6, 1, 3, torch.bfloat16, "silu"),
+    (1, 6, 1, 3, torch.bfloat16, "silu"),
     (1, 2, 2, 4, torch.bfloat16, "sigmoid"),
     (3, 1, 1, 1, torch.bfloat16, "silu"),
 ]
@@ -128,17 +116,42 @@ CASES = [
 def test_passes_equal_the_definition(
     batch: int, rows: int, k: int, h: int, dtype: torch.dtype, gate: str
 ) -> None:
-    """Ragged kept, slots out of order; nothing waits in the first pass."""
-    pair = Pair(k, h, rows, dtype, gate)
-    slots = torch.tensor([3, 0, 4])[:batch]
-    for step in range(4):
-        waiting = rows if step else 0
+    """Slots out of order, ragged kept from none to all; in a first pass nothing waits."""
+    pair, slots = Pair(k, h, rows, dtype, gate), torch.tensor([3, 0, 4])[:batch]
+    for step in range(3):
+        waiting = rows if step or batch > 1 else 0
         proj = pair.proj(batch, rows)
         pair.poison(slots)
         want = pair.on_cpu(proj, slots, waiting)
-        y, *_ = pair.in_kernels(proj, slots, waiting)
-        assert y.dtype == dtype
-        assert (y.float() - want.float()).abs().max() < TOLERANCE[dtype]
-        assert pair.difference(slots, rows) < TOLERANCE[dtype]
-        assert not pair.arrivals.any()
-        pair.commit(slots, [1 + (step + 2 * b) % rows for b in range(batch)])
+        got = pair.in_kernels(proj, slots, waiting)
+        assert got.dtype == dtype
+        pair.check(got, want)
+        pair.check_memory(slots, rows)
+        kept = [(rows - step + 5 * b) % (rows + 1) for b in range(batch)]
+        pair.kept[slots] = torch.tensor(kept)
+
+
+@pytest.mark.parametrize("shape", ["NARROW", "WIDE"])
+def test_programs_of_either_width(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows than the last pass left, and a slot's memory has room for more than both."""
+    monkeypatch.setattr(gdn, "FEW_COLUMNS", 10**9 if shape == "NARROW" else 0)
+    pair, slots = Pair(1, 1, 5, torch.float32, "silu"), torch.tensor([2])
+    for rows, waiting, kept in ((4, 0, 3), (2, 4, 1), (1, 4, 1)):
+        proj = pair.proj(1, rows)
+        pair.poison(slots)
+        pair.check(pair.in_kernels(proj, slots, waiting), pair.on_cpu(proj, slots, waiting))
+        pair.check_memory(slots, rows)
+        pair.kept[slots] = kept
+
+
+def test_padding_may_hold_nan_and_appear_twice() -> None:
+    pair, slots = Pair(1, 1, 2, torch.float32, "silu"), torch.tensor([PADDING, 2, PADDING])
+    pair.kept[slots] = torch.tensor([2, 1, 2])
+    proj = pair.proj(3, 2)
+    pair.poison(slots)
+    for t in pair.memory:
+        t[:, PADDING] = NAN
+    proj[0] = NAN
+    want = pair.on_cpu(proj, slots, 2)
+    pair.check(pair.in_kernels(proj, slots, 2)[1], want[1])
+    pair.check_memory(slots[1:2], 2)
