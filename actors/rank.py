@@ -192,6 +192,7 @@ class Rank:
         self._inbox: Wire | None = None
         self._relays: list[Wire] = []
         self._loop: RankLoop | None = None
+        self._index = 0
         self._told_bytes = 0
 
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
@@ -208,9 +209,9 @@ class Rank:
             relays.append(address)
         return Rendezvous(host=bind, store_port=self._store.port, inbox=inbox, relays=tuple(relays))
 
-    def connect(self, meeting: Rendezvous) -> None:
-        """First contact of all wires, then the collective group."""
-        from parallel.device import collective_kind
+    def connect(self, meeting: Rendezvous, index: int) -> None:
+        """First contact of all wires, then device `index`, then the collective group."""
+        from parallel.device import claim_device, collective_kind
         from parallel.group import alone, connect, join_store
 
         setup = self.setup
@@ -224,6 +225,8 @@ class Rank:
             self._inbox = self._post.connect(meeting.relays[setup.rank - 1])
             self._inbox.send(hello)
             self._inbox.receive(Hello, setup.timeout_s)
+        self._index = index
+        claim_device(setup.device, index)
         if setup.size == 1:
             self._group = alone()
             return
@@ -232,14 +235,14 @@ class Rank:
         kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
         self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
 
-    def load(self, index: int) -> dict[str, Any]:
-        """Weights onto device `index`, and warm-up. Returns what there is to know of this rank."""
+    def load(self) -> dict[str, Any]:
+        """Weights onto the device, and warm-up. Returns what there is to know of this rank."""
         from model.runner import Runner
         from parallel.device import open_device
 
         assert self._group is not None
         self._set_threads()
-        device = open_device(self.setup.device, index, self._group)
+        device = open_device(self.setup.device, self._index, self._group)
         self._runner = Runner(self.setup.run, device, on_load=self._on_load)
         self._runner.warm_up()
         if self.setup.cpus is not None:
@@ -314,11 +317,12 @@ class RankActor:
         return self._rank.open(host, peers, driver_here)
 
     def connect(self, meeting: Rendezvous) -> None:
-        self._rank.connect(meeting)
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        device = self._rank.setup.device
+        self._rank.connect(meeting, device_index(device, ids, os.environ))
 
     def load(self) -> dict[str, Any]:
-        ids = ray.get_runtime_context().get_accelerator_ids()
-        return self._rank.load(device_index(self._rank.setup.device, ids, os.environ))
+        return self._rank.load()
 
     def run(self) -> None:
         self._rank.run()

@@ -97,7 +97,3 @@ class RotaryTable:
         angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse
         angle = torch.cat((angle, angle), -1).to(device.torch_device)
         self.cos, self.sin = angle.cos(), angle.sin()
-
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B, R] -> cos, sin [B, R, 1, rotary]."""
-        return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)

@@ -22,7 +22,8 @@ from model.iteration import Batch, Chunk, Drafter, Iteration
 from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
 from model.step import Join, Leave, Progress, Sampling
 from model.weights import load
-from parallel.device import Device
+from parallel.device import Device, Fetched
+from parallel.graph import Graphs
 
 
 @dataclass(slots=True)
@@ -54,11 +55,12 @@ class Slot:
 class Launched:
     """Device work whose results nobody has read yet."""
 
-    first: Tensor | None
+    first: Fetched | None
     first_of: list[Slot]
-    targets: Tensor | None
-    kept: Tensor | None
+    """Slots whose prompt ended, and their first tokens [E]."""
+    verified: Fetched | None
     batch_of: list[Slot]
+    """Slots of the iteration, and its targets [B, K+1] and kept [B]."""
     limits: list[int]
 
 
@@ -85,6 +87,10 @@ class Runner:
         self.run_ahead = device.capabilities.run_ahead
         self.slots: dict[int, Slot] = {}
         self._launched: deque[Launched] = deque()
+        self._graphs = Graphs(device)
+        self._batches: dict[tuple[int, int], Batch] = {}
+        """With graphs: the batch tensors that captured iterations read, by size and K."""
+        self.buckets = run.batch_buckets or self._default_buckets()
 
     def warm_up(self) -> None:
         """Run one short request through everything, so that the first real one is not slower."""
@@ -158,33 +164,74 @@ class Runner:
 
     def _launch(self) -> Launched:
         first, first_of = self._launch_prefill()
+        fetched = None if first is None else self.device.fetch([first])
         held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.remaining > 0]
         if not held:
-            return Launched(first, first_of, None, None, [], [])
+            return Launched(fetched, first_of, None, [], [])
         limits = [min(s.draft_tokens, s.remaining - 1) for s in held]
-        targets, kept = self.iteration.iterate(self._batch(held, limits))
+        batch = self._batch(held, limits)
+        if batch.sampled is None:
+            key = (len(batch.slots), batch.num_drafts)
+            results = self._graphs.run(key, lambda: self.iteration.iterate(batch))
+        else:
+            results = self.iteration.iterate(batch)
         for slot in held:
-            slot.waiting = targets.shape[1]
-        return Launched(first, first_of, targets, kept, held, limits)
+            slot.waiting = batch.num_drafts + 1
+        return Launched(fetched, first_of, self.device.fetch(results), held, limits)
 
     def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
         run = self.run
-        k = run.draft_tokens if run.pin_rows else max(limits)
+        graphs = self.device.capabilities.graphs
+        k = run.draft_tokens if run.pin_rows or graphs else max(limits)
         sampled = [i for i, s in enumerate(held) if s.join.sampling.temperature > 0]
-        padding = next((n for n in run.batch_buckets if n >= len(held)), len(held)) - len(held)
+        padding = next((n for n in self.buckets if n >= len(held)), len(held)) - len(held)
+        slots = self._ints([s.join.slot for s in held] + [run.max_slots] * padding)
+        own_limits = self._ints(limits + [0] * padding)
+        if graphs and not sampled:
+            return self._standing_batch(slots, own_limits, k)
         reach = max(len(s.prompt) + s.emitted for s in held) + (self.run_ahead + 1) * (
             run.draft_tokens + 1
         )
         waiting = max(s.waiting for s in held)
         return Batch(
-            slots=self._ints([s.join.slot for s in held] + [run.max_slots] * padding),
-            limits=self._ints(limits + [0] * padding),
+            slots=slots,
+            limits=own_limits,
             num_drafts=k,
             width=max(1, waiting),
             waiting=waiting,
             num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
             sampled=self._ints(sampled) if sampled else None,
         )
+
+    def _standing_batch(self, slots: Tensor, limits: Tensor, k: int) -> Batch:
+        """The batch whose tensors a captured iteration reads, with these values in them.
+
+        Width, factor rows and pages are the most there can be: counts on the device say the rest.
+        """
+        key = (len(slots), k)
+        if key not in self._batches:
+            self._batches[key] = Batch(
+                slots=slots,
+                limits=limits,
+                num_drafts=k,
+                width=self.run.draft_tokens + 1,
+                waiting=self.run.draft_tokens + 1,
+                num_pages=self.iteration.slots.max_pages,
+                sampled=None,
+            )
+        batch = self._batches[key]
+        batch.slots.copy_(slots)
+        batch.limits.copy_(limits)
+        return batch
+
+    def _default_buckets(self) -> tuple[int, ...]:
+        """Powers of two up to the slots where graphs are captured by batch size, else none."""
+        if not self.device.capabilities.graphs:
+            return ()
+        sizes = [1]
+        while sizes[-1] < self.run.max_slots:
+            sizes.append(min(2 * sizes[-1], self.run.max_slots))
+        return tuple(sizes)
 
     def _launch_prefill(self) -> tuple[Tensor | None, list[Slot]]:
         """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
@@ -236,13 +283,13 @@ class Runner:
         """Read a step's tokens, once; a slot whose tenant has left meanwhile is passed over."""
         progress = []
         if launched.first is not None:
-            for slot, token in zip(launched.first_of, launched.first.tolist(), strict=True):
+            (first,) = launched.first.wait()
+            for slot, token in zip(launched.first_of, first.tolist(), strict=True):
                 progress += self._advance(slot, [token], verified=False)
-        if launched.targets is None or launched.kept is None:
+        if launched.verified is None:
             return progress
-        rows = zip(
-            launched.batch_of, launched.limits, launched.targets.tolist(), launched.kept.tolist()
-        )
+        targets_of, kept_of = launched.verified.wait()
+        rows = zip(launched.batch_of, launched.limits, targets_of.tolist(), kept_of.tolist())
         for slot, limit, targets, kept in rows:
             progress += self._advance(slot, targets[:kept], drafted=limit, accepted=kept - 1)
         return progress

@@ -42,7 +42,6 @@ class SlotTensors:
         self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
         self.seed, self.top_k = integers(slots), integers(slots)
         self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
-        self._row = torch.arange(max(rows, run.prefill_chunk), device=where)
 
     def tensors(self) -> list[Tensor]:
         return [self.length, self.last, self.kept, self.block_table, self.fresh, self.hidden]
@@ -75,13 +74,10 @@ class SlotTensors:
 
         slots, first, counts [B] int64; num_pages: how much of the block table to look at.
         """
-        page = self.run.page_tokens
-        row = self._row[:num_rows]
         table = self.block_table[slots, :num_pages]
-        positions = (first.unsqueeze(1) + row).clamp_(0, self.rotary.cos.shape[0] - 1)
-        owner = table.gather(1, (positions // page).clamp_(max=num_pages - 1))
-        index = (owner * page + positions % page).masked_fill_(row >= counts.unsqueeze(1), 0)
-        cos, sin = self.rotary(positions)
+        positions, index, cos, sin = self.device.ops.place_rows(
+            first, counts, table, self.rotary.cos, self.rotary.sin, num_rows, self.run.page_tokens
+        )
         return Rows(
             slots=slots,
             positions=positions,

@@ -9,6 +9,7 @@ Shapes: B slots | R rows a slot | H hidden | n, m query and kv heads | d head wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -70,6 +71,24 @@ class Capabilities:
 
 class Ops(Protocol):
     """Every operation of the model. Weights are [out, in]; norms compute in float32."""
+
+    def place_rows(
+        self,
+        first: Tensor,
+        counts: Tensor,
+        block_table: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_rows: int,
+        page_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where R rows from position `first` of each slot lie; `counts` of them are real.
+
+        first, counts [B] int64; block_table [B, N]; cos, sin [positions, rotary] float32.
+        -> positions [B, R], kept inside the table; index [B, R] = page * page_tokens + offset, 0 in
+        the null page for padding rows; cos and sin of the positions [B, R, 1, rotary].
+        """
+        ...
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]."""
@@ -187,6 +206,20 @@ class Ops(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Results on their way to the host."""
+
+    copies: list[Tensor]
+    event: torch.Event | None
+
+    def wait(self) -> list[Tensor]:
+        """The results as CPU tensors, once their event has passed."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.copies
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """What every layer is built with."""
@@ -196,32 +229,58 @@ class Device:
     tp: Group
     capabilities: Capabilities = Capabilities()
 
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        """Start copying results to the host, behind what is enqueued now; nothing waits here."""
+        if self.torch_device.type == "cpu":
+            return Fetched(list(tensors), None)
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        event = torch.Event(self.torch_device)
+        event.record()
+        return Fetched(copies, event)
+
     def local(self) -> Device:
         """The same device with a group of one: for modules that every rank holds whole."""
         return replace(self, tp=alone())
 
 
-def open_device(kind: str, index: int, tp: Group) -> Device:
-    """The device of this process. Raises DeviceError when it is not there.
+def claim_device(kind: str, index: int) -> None:
+    """Make this device the process's own, before its group connects.
 
-    kind: one of DEVICE_KINDS; index: which of the visible ones (unused on the CPU).
+    kind: one of DEVICE_KINDS; index: which of the visible ones (unused on the CPU). Raises
+    DeviceError when it is not there.
     """
     if kind == "cpu":
-        from parallel.backends.cpu import CpuOps
+        return None
+    if kind == "cuda":
+        from parallel.backends.cuda import claim_cuda
 
-        return Device(torch_device=torch.device("cpu"), ops=CpuOps(), tp=tp)
+        return claim_cuda(index)
     if kind not in DEVICE_KINDS:
         raise DeviceError(
             f"device = {kind!r}: one of {', '.join(DEVICE_KINDS)} is needed (cluster.yaml: device)"
         )
     raise DeviceError(
-        f"device: {kind} #{index}: this version computes on the CPU only. "
-        f"Set device: cpu in cluster.yaml."
+        f"device: {kind} #{index}: this version has no backend for it. "
+        f"Set device: cpu or cuda in cluster.yaml."
     )
+
+
+def open_device(kind: str, index: int, tp: Group) -> Device:
+    """The device of this process, for layers to be built with. Raises DeviceError."""
+    claim_device(kind, index)
+    if kind == "cuda":
+        from parallel.backends.cuda import open_cuda
+
+        return open_cuda(index, tp)
+    from parallel.backends.cpu import CpuOps
+
+    return Device(torch_device=torch.device("cpu"), ops=CpuOps(), tp=tp)
 
 
 def collective_kind(kind: str) -> str:
     """How ranks of a device kind meet unless cluster.yaml says otherwise."""
     if kind == "cpu":
         return "shm" if shm_available() else "gloo"
-    return {"cuda": "nccl", "npu": "hccl"}[kind]
+    return {"cuda": "peer", "npu": "hccl"}[kind]

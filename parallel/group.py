@@ -1,7 +1,7 @@
 """Ranks that work on one tensor: sum it, or gather it. One class for each way to meet.
 
     alone() -- one rank, no communication        threads(n) -- n ranks in one process, for tests
-    connect(store, ...) -- one process a rank: shared memory, gloo, nccl or hccl
+    connect(store, ...) -- one process a rank: shared memory, peer memory, gloo, nccl or hccl
 
 Every rank of a group makes the same calls in the same order, and gets the same bits back: sums
 run in rank order. Letters: rank 0..size-1 | x any tensor of one shape on all ranks
@@ -28,6 +28,8 @@ SHM_DIR = Path("/dev/shm")
 SHM_MACHINES = {"x86_64", "AMD64"}
 """Shared memory relies on stores of one core being seen in order by another."""
 SHM_BUFFER_BYTES = 4 << 20
+PEER_BUFFER_BYTES = 1 << 20
+PEER_DTYPES = {torch.bfloat16, torch.float32}
 
 
 class CollectiveError(RuntimeError):
@@ -107,6 +109,42 @@ class ProcessGroup(Group):
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class PeerGroup(ProcessGroup):
+    """GPUs that read each other's memory: small tensors in one shot, large ones through NCCL.
+
+    One-shot: every rank reads all parts and sums them in rank order. Peer loads only, no multicast.
+    A small gather is the same sum over parts that are zero elsewhere, which changes no bit pattern
+    of a finite float32 or of a small int32.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        super().__init__("nccl", store, rank, size, timeout_s)
+        device = torch.device("cuda", torch.cuda.current_device())
+        assert dist.group.WORLD is not None
+        self._name = dist.group.WORLD.group_name
+        self._buffer = symmetric.empty(PEER_BUFFER_BYTES, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(self._buffer, dist.group.WORLD)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if x.nbytes > PEER_BUFFER_BYTES or x.nbytes % 16 or x.dtype not in PEER_DTYPES:
+            return super().all_reduce(x)
+        return self._one_shot(x.contiguous())
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        num_bytes = x.nbytes * self.size
+        if num_bytes > PEER_BUFFER_BYTES or num_bytes % 16 or x.element_size() != 4:
+            return super().all_gather(x)
+        parts = torch.zeros(self.size, *x.shape, dtype=torch.float32, device=x.device)
+        parts[self.rank] = x.contiguous().view(torch.float32)
+        return self._one_shot(parts).view(x.dtype)
+
+    def _one_shot(self, x: Tensor) -> Tensor:
+        room = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", self._name)
 
 
 class SharedMemoryGroup(Group):
@@ -220,8 +258,8 @@ def connect(
 ) -> Group:
     """Meet the other ranks in `store`; returns when all have come.
 
-    kind is "shm", "gloo", "nccl" or "hccl". Raises CollectiveError or torch's DistError when a
-    rank stays away longer than `timeout_s`.
+    kind is "shm", "gloo", "peer", "nccl" or "hccl". Raises CollectiveError or torch's DistError
+    when a rank stays away longer than `timeout_s`.
     """
     if size == 1:
         return alone()
@@ -232,6 +270,8 @@ def connect(
                 f"set parallel.collective: gloo in cluster.yaml"
             )
         return SharedMemoryGroup(store, rank, size, timeout_s)
+    if kind == "peer":
+        return PeerGroup(store, rank, size, timeout_s)
     return ProcessGroup(kind, store, rank, size, timeout_s)
 
 

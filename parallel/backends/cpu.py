@@ -23,6 +23,23 @@ FEW_ROWS = 16
 class CpuOps:
     """The CPU backend; see parallel.device.Ops for shapes and meaning."""
 
+    def place_rows(
+        self,
+        first: Tensor,
+        counts: Tensor,
+        block_table: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_rows: int,
+        page_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        row = torch.arange(num_rows, device=first.device)
+        positions = (first.unsqueeze(1) + row).clamp_(0, cos.shape[0] - 1)
+        page = (positions // page_tokens).clamp_(max=block_table.shape[1] - 1)
+        index = block_table.gather(1, page) * page_tokens + positions % page_tokens
+        index = index.masked_fill_(row >= counts.unsqueeze(1), 0)
+        return positions, index, cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         num_rows = x.numel() // x.shape[-1]
         if 1 < num_rows <= FEW_ROWS:
@@ -159,7 +176,8 @@ class CpuOps:
         if rows == 1:
             out = out + dot_q * delta
         else:
-            between = (g @ _between(rows)).unflatten(-1, (rows, rows)).exp() * _causal(rows)
+            sums = (g @ _between(rows, g.device)).unflatten(-1, (rows, rows))
+            between = sums.exp() * _causal(rows, g.device)
             mixed = dot_k * between * beta
             delta = torch.linalg.solve_triangular(mixed, delta, upper=False, unitriangular=True)
             out = out + (dot_q * between) @ delta
@@ -169,7 +187,9 @@ class CpuOps:
         rows, key_heads = k.shape[1:3]
         alive = (torch.arange(rows, device=k.device) < kept.unsqueeze(-1)).unsqueeze(-1)
         g = g * alive  # [B, R, h]
-        after = (_causal(rows).t() @ g - g).exp() * alive  # decay of each row to the last kept
+        after = (
+            _causal(rows, g.device).t() @ g - g
+        ).exp() * alive  # decay of each row to the last kept
         weighted = (delta * after.unsqueeze(-1)).transpose(1, 2)  # [B, h, R, Dv]
         keys = k.permute(0, 2, 3, 1).unsqueeze(2)  # [B, k, 1, Dk, R]
         keys = keys.expand(-1, -1, delta.shape[2] // key_heads, -1, -1).flatten(1, 2)
@@ -188,17 +208,17 @@ class CpuOps:
 
 
 @cache
-def _causal(rows: int) -> Tensor:
+def _causal(rows: int, device: torch.device) -> Tensor:
     """[R, R] float32: 1 where column <= row."""
-    return torch.ones(rows, rows).tril()
+    return torch.ones(rows, rows, device=device).tril()
 
 
 @cache
-def _between(rows: int) -> Tensor:
+def _between(rows: int, device: torch.device) -> Tensor:
     """[R, R * R] float32: sums g over rows j+1..i, at i * R + j, term by term.
 
     Differences of running sums would cancel where a decay is strong.
     """
-    row = torch.arange(rows)
+    row = torch.arange(rows, device=device)
     inside = (row[:, None, None] <= row[:, None]) & (row[:, None, None] > row)
     return inside.float().flatten(1)

@@ -9,6 +9,9 @@ rows beside it. Grids come from shapes; lengths and positions are read on the de
 Letters: B slots | R rows | n, m query and kv heads, g = n / m | d head width | M rows of a tile
 """
 
+# Pyright sees a kernel as the plain function under @triton.jit, without its launch options.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -92,7 +95,8 @@ def paged_attention(
         d**-0.5 * 1.4426950408889634,
         HEADS=heads, KV=kv_heads, D=d, PAGE=page, TILE=cut.tile,
         KEYS=min(cut.keys, 32) if wide else cut.keys, WHOLE=whole, GATED=gated, WIDEN=not q.is_cuda,
-        num_warps=4, num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3),
+        num_warps=8 if cut.tile == MAX_TILE else 4,
+        num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3),
     )  # fmt: skip
     if not whole:
         width = min(d, COMBINE_WIDTH) if slots * rows * heads < 512 else d

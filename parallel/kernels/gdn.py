@@ -100,28 +100,11 @@ def gdn_verify(
 
 @triton.jit
 def _inputs_kernel(
-    proj,
-    cache,
-    weight,
-    rate,
-    dt_bias,
-    slots,
-    kept,
-    qk,
-    v,
-    g,
-    beta,
-    proj_b,
-    proj_r,
-    cache_s,
+    proj, cache, weight, rate, dt_bias, slots, kept, qk, v, g, beta, proj_b, proj_r, cache_s,
     cache_x,
-    ROWS: tl.constexpr,
-    TAPS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-):
+    ROWS: tl.constexpr, TAPS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
     """One program: all rows of the channels of one head's q, k or v, in one slot."""
     QK: tl.constexpr = 2 * K_HEADS * DK
     CHANNELS: tl.constexpr = QK + HEADS * DV
@@ -160,17 +143,9 @@ def _inputs_kernel(
 
 @triton.jit
 def _conv(
-    new,
-    old,
-    window,
-    weight,
-    new_r,
-    window_x,
-    ROWS: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    new, old, window, weight, new_r, window_x,
+    ROWS: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Conv and SiLU of WIDTH channels, rounded as stored; [history | rows] goes to `window`.
 
     new, old, window, weight: at row 0 of the rows and of the history before them, of the slot's
@@ -209,35 +184,11 @@ def _softplus(x):
 
 @triton.jit
 def _verify_kernel(
-    qk,
-    v,
-    g,
-    beta,
-    z,
-    state,
-    factors,
-    slots,
-    kept,
-    norm_weight,
-    arrivals,
-    y,
-    z_b,
-    z_r,
-    z_h,
-    state_s,
-    state_h,
-    factors_s,
-    factors_x,
-    eps,
-    ROWS: tl.constexpr,
-    WAITING: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SILU: tl.constexpr,
-):
+    qk, v, g, beta, z, state, factors, slots, kept, norm_weight, arrivals, y, z_b, z_r, z_h,
+    state_s, state_h, factors_s, factors_x, eps,
+    ROWS: tl.constexpr, WAITING: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """One program: one value head's state [Dk, BLOCK columns] of one slot, all rows.
 
     Programs share only the k and g of the waiting factors and the norm of a head's rows. The
@@ -266,8 +217,8 @@ def _verify_kernel(
         keys = factors + key_head * DK + i
         count = tl.load(kept + b)
         s = _fold(s, keys, deltas, decays + head, factors_x, count, i, j, WAITING, DK, DV)
+        tl.debug_barrier()  # all threads have read the old state and deltas: now overwrite them
         tl.store(state + tile, s, mask=mask)
-        tl.debug_barrier()  # the old deltas are read before the first new one is written
     y_at = y + (row * HEADS + head) * DV + j
     for t in tl.static_range(ROWS):
         q, k, grown, value, rate = q_t, k_t, tl.exp(g_t), v_t, beta_t
@@ -287,12 +238,10 @@ def _verify_kernel(
     if arrived == REPEAT * BLOCKS - 1:
         tl.store(arrivals + b * K_HEADS + key_head, 0)
         z += b * z_b
-        # fmt: off
         _finish(
             qk, g, z, y, factors, decays, norm_weight, row, key_head, z_r, z_h, factors_x, eps,
             ROWS, K_HEADS, HEADS, DK, DV, SILU,
-        )
-        # fmt: on
+        )  # fmt: skip
 
 
 @triton.jit
@@ -307,54 +256,34 @@ def _row(
 
 @triton.jit
 def _fold(
-    s,
-    keys,
-    deltas,
-    decays,
-    factors_x,
-    count,
-    i,
-    j,
-    WAITING: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-):
+    s, keys, deltas, decays, factors_x, count, i, j,
+    WAITING: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
     """CpuOps.gdn_fold: e^{g_1 + ..} s + sum of k delta^T times the decays after it."""
-    t = tl.arange(0, triton.next_power_of_2(WAITING))
-    alive = (t < WAITING) & (t < count)
-    s *= tl.exp(tl.sum(tl.load(decays + t * factors_x, mask=alive, other=0.0), 0))
+    rows = ()
+    for at in tl.static_range(WAITING):  # all are on their way before the first is used
+        k = tl.load(keys + at * factors_x, mask=(i < DK) & (at < count), other=0.0)
+        delta = tl.load(deltas + at * factors_x, mask=(j < DV) & (at < count), other=0.0)
+        g = tl.load(decays + at * factors_x, mask=at < count, other=0.0)
+        rows = rows + ((k, delta, g),)  # noqa: RUF005 (Triton unpacks nothing in a tuple)
+    total = 0.0
+    for at in tl.static_range(WAITING):
+        total += rows[at][2]
+    s *= tl.exp(total)
     after = 0.0
     for back in tl.static_range(WAITING):
-        at = WAITING - 1 - back
-        k_t = tl.load(keys + at * factors_x, mask=(i < DK) & (at < count), other=0.0)
-        delta = tl.load(deltas + at * factors_x, mask=(j < DV) & (at < count), other=0.0)
-        s += k_t[:, None] * (delta * tl.exp(after))[None, :]
-        after += tl.load(decays + at * factors_x, mask=at < count, other=0.0)
+        k, delta, g = rows[WAITING - 1 - back]
+        s += k[:, None] * (delta * tl.exp(after))[None, :]
+        after += g
     return s
 
 
 @triton.jit
 def _finish(
-    qk,
-    g,
-    z,
-    y,
-    factors,
-    decays,
-    norm_weight,
-    row,
-    key_head,
-    z_r,
-    z_h,
-    factors_x,
-    eps,
-    ROWS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    SILU: tl.constexpr,
-):
+    qk, g, z, y, factors, decays, norm_weight, row, key_head, z_r, z_h, factors_x, eps,
+    ROWS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """Leave k and g of one key head's rows as factors; norm and gate its value heads' rows."""
     REPEAT: tl.constexpr = HEADS // K_HEADS
     i = tl.arange(0, triton.next_power_of_2(DK))
@@ -378,6 +307,7 @@ def _finish(
             act = tl.sigmoid(gate)
             if SILU:
                 act *= gate
+            tl.debug_barrier()  # all threads have read o, which y overwrites
             tl.store(y_at, (o * act).to(y.dtype.element_ty), mask=in_v)
             tl.store(decays + t * factors_x + head, decay, mask=alive)
         keys = factors + key_head * DK + t[:, None] * factors_x + i[None, :]

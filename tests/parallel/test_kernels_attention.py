@@ -61,7 +61,13 @@ def set_chunk(monkeypatch, keys: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "n", "m", "d", "page"),
-    [(1, 4, 1, 64, 16), (6, 4, 1, 32, 32), (17, 4, 2, 32, 16), (3, 6, 2, 64, 128), (2, 2, 2, 32, 4)],
+    [
+        (1, 4, 1, 64, 16),
+        (6, 4, 1, 32, 32),
+        (17, 4, 2, 32, 16),
+        (3, 6, 2, 64, 128),
+        (2, 2, 2, 32, 4),
+    ],
 )
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_equals_the_definition(monkeypatch, dtype, rows, n, m, d, page, chunk) -> None:

@@ -15,8 +15,8 @@ from parallel.device import GdnLayer
 from parallel.kernels import gdn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Relative and absolute. Triton's interpreter cuts float32 to bfloat16 where a GPU rounds."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2 if DEVICE.type == "cuda" else 6e-2}
+"""Relative plus absolute. The interpreter cuts float32 to bfloat16 where a GPU rounds."""
 LAYERS, INDEX, SLOTS, PADDING, TAPS, DK, DV = 2, 1, 6, 5, 4, 20, 12
 NAN = float("nan")
 

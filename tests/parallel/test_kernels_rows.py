@@ -169,8 +169,8 @@ def test_top_row_of_odd_values() -> None:
     assert torch.equal(value.cpu().nan_to_num(-99.0), want.nan_to_num(-99.0))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("num_rows", [1, 5, 200])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
 def test_pairs_name_the_first_best_of_all_ranks(size, num_rows) -> None:
     """The whole row cut over ranks: the same id as over the whole row, ties and NaN included."""
     share = 50

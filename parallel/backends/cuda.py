@@ -1,0 +1,131 @@
+"""NVIDIA GPUs: Triton kernels for what is not a plain matrix product, and peer collectives.
+
+    open_cuda(index, group) -> Device; CudaOps overrides CpuOps, which stays the definition
+
+Prefill's chunked delta rule is still the definition's torch code. Small sums and gathers go through
+symmetric memory (peer loads, one shot, no multicast), large ones through NCCL.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.backends.cpu import CpuOps
+from parallel.device import Capabilities, Device, DeviceError, GdnLayer
+from parallel.group import Group
+
+MIN_CAPABILITY = (8, 0)
+MAX_ARRIVALS = 1 << 14
+
+
+class CudaOps(CpuOps):
+    """The CUDA backend; see parallel.device.Ops for shapes and meaning."""
+
+    def __init__(self, device: torch.device) -> None:
+        from parallel.kernels import attention, gdn, place, rows
+
+        self._rows, self._gdn, self._attention, self._place = rows, gdn, attention, place
+        self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+
+    def place_rows(
+        self,
+        first: Tensor,
+        counts: Tensor,
+        block_table: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_rows: int,
+        page_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._place.place_rows(first, counts, block_table, cos, sin, num_rows, page_tokens)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        return self._rows.rms_norm(x, scale, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._rows.add_rms_norm(x, residual, scale, eps)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return self._rows.swiglu(gate_up)
+
+    def qk_norm_rope_write(
+        self,
+        qk: Tensor,
+        v: Tensor,
+        scale: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        index: Tensor,
+    ) -> Tensor:
+        return self._rows.qk_norm_rope_write(qk, v, scale, cos, sin, eps, k_pages, v_pages, index)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        gate: Tensor,
+    ) -> Tensor:
+        return self._attention.paged_attention(
+            q, k_pages, v_pages, block_table, positions, lengths, gate
+        ).flatten(2)
+
+    def gdn_verify(
+        self, proj: Tensor, layer: GdnLayer, slots: Tensor, kept: Tensor, waiting: int
+    ) -> Tensor:
+        own = layer
+        shape = (own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim)
+        qk, v, g, beta = self._gdn.gdn_inputs(
+            proj, own.conv, own.conv_weight, own.rate, own.dt_bias, slots, kept, *shape
+        )
+        z = proj.split(own.widths, -1)[1].unflatten(-1, (own.num_v_heads, own.head_v_dim))
+        return self._gdn.gdn_verify(
+            qk, v, g, beta, z, own.state, own.factors, slots, kept, waiting,
+            own.norm_weight, own.eps, own.gate, self._arrivals,
+        )  # fmt: skip
+
+    def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
+        return self._rows.top_pair(logits, first_id)
+
+    def choose_pair(self, gathered: Tensor) -> Tensor:
+        return self._rows.choose_pair(gathered)
+
+
+def claim_cuda(index: int) -> None:
+    """Use GPU `index` of the visible ones. DeviceError where there is none or it is too old."""
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "device: cuda: torch sees no GPU (driver missing or too old, or a CPU build of torch: "
+            f"{torch.__version__}). Set device: cpu in cluster.yaml."
+        )
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(f"device: cuda #{index}: {count} are visible (CUDA_VISIBLE_DEVICES)")
+    if torch.cuda.get_device_capability(index) < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        raise DeviceError(f"device: cuda #{index} ({name}): capability 8.0 or newer is needed")
+    torch.cuda.set_device(index)
+
+
+def open_cuda(index: int, tp: Group) -> Device:
+    """The claimed GPU as a Device."""
+    where = torch.device("cuda", index)
+    return Device(
+        torch_device=where,
+        ops=CudaOps(where),
+        tp=tp,
+        capabilities=Capabilities(graphs=True, run_ahead=1),
+    )

@@ -1,0 +1,59 @@
+"""Work that is captured once and replayed: one launch for a whole iteration.
+
+    Graphs.run(key, work) -> first time: run, capture -> later: replay, same output tensors
+
+What work reads must lie in tensors that stay; what it returns is overwritten by the next replay of
+the same key. A device without graphs runs the work each time. Remembers one graph a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+from parallel.device import Device
+
+T = TypeVar("T")
+
+
+class CaptureError(RuntimeError):
+    """An operation of the work cannot be captured; the text names the work and torch's reason."""
+
+
+class Graphs:
+    """The captured graphs of one device, sharing one memory pool."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, tuple[Any, Any]] = {}
+        self._pool: Any = None
+
+    def run(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Do `work`, by replay where it was captured under `key`.
+
+        The first call runs it eagerly (it counts: its results are returned and its effects stay);
+        the second captures and replays. Raises CaptureError.
+        """
+        if not self._device.capabilities.graphs:
+            return work()
+        if key not in self._graphs:
+            self._graphs[key] = (None, None)
+            return work()
+        graph, outputs = self._graphs[key]
+        if graph is None:
+            graph, outputs = self._capture(key, work)
+        graph.replay()
+        return outputs
+
+    def _capture(self, key: Hashable, work: Callable[[], T]) -> tuple[Any, T]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = work()
+        except RuntimeError as error:
+            raise CaptureError(f"iteration {key} cannot be captured: {error}") from error
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = (graph, outputs)
+        return graph, outputs
