@@ -81,7 +81,7 @@ class CudaOps(CpuOps):
     ) -> Tensor:
         return self._attention.paged_attention(
             q, k_pages, v_pages, block_table, positions, lengths, gate
-        ).flatten(2)
+        )
 
     def gdn_verify(
         self, proj: Tensor, layer: GdnLayer, slots: Tensor, kept: Tensor, waiting: int

@@ -8,6 +8,8 @@ Shapes: B slots | R rows, X most | k, h key and value heads | C = 2k Dk + h Dv |
         S slots in memory | F = k Dk + h Dv + h, one factor row [k | delta | g]
 """
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch
@@ -123,21 +125,21 @@ def _inputs_kernel(
         i = tl.arange(0, triton.next_power_of_2(DK))
         to = qk + (row * 2 * K_HEADS + part)[:, None] * DK + i[None, :]
         tl.store(to, y, mask=(t < ROWS)[:, None] & (i < DK)[None, :])
-    else:
+    else:  # names of its own: its tiles may have another width
         head = part - 2 * K_HEADS
         c = QK + head * DV
-        y = _conv(
-            proj + c, old + c, cache + c, weight + c, proj_r, cache_x, ROWS, TAPS, CHANNELS, DV
-        )
-        j = tl.arange(0, triton.next_power_of_2(DV))
-        to = v + (row * HEADS + head)[:, None] * DV + j[None, :]
-        tl.store(to, y, mask=(t < ROWS)[:, None] & (j < DV)[None, :])
         gates = proj + t * proj_r + CHANNELS + HEADS * DV + head  # [b | a]
         b_row = tl.load(gates, mask=t < ROWS, other=0.0).to(tl.float32)
         a_row = tl.load(gates + HEADS, mask=t < ROWS, other=0.0).to(tl.float32)
-        x = a_row + tl.load(dt_bias + head).to(tl.float32)
-        g_row = _softplus(x) * tl.load(rate + head).to(tl.float32)
-        tl.store(g + row * HEADS + head, g_row, mask=t < ROWS)
+        a_row += tl.load(dt_bias + head).to(tl.float32)
+        scale = tl.load(rate + head).to(tl.float32)
+        value = _conv(
+            proj + c, old + c, cache + c, weight + c, proj_r, cache_x, ROWS, TAPS, CHANNELS, DV
+        )
+        j = tl.arange(0, triton.next_power_of_2(DV))
+        v_at = v + (row * HEADS + head)[:, None] * DV + j[None, :]
+        tl.store(v_at, value, mask=(t < ROWS)[:, None] & (j < DV)[None, :])
+        tl.store(g + row * HEADS + head, _softplus(a_row) * scale, mask=t < ROWS)
         tl.store(beta + row * HEADS + head, tl.sigmoid(b_row), mask=t < ROWS)
 
 
@@ -156,19 +158,22 @@ def _conv(
     c = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     history_mask = (i < TAPS - 1) & (c < WIDTH)
     history = tl.load(old + i * window_x + c, mask=history_mask)
+    here = (t < ROWS) & (c < WIDTH)
+    read = ()
+    for tap in tl.static_range(TAPS):  # all are on their way before the first is used
+        at = t + tap - (TAPS - 1)  # row of this pass; below 0: of the history
+        before = tl.load(old + (t + tap) * window_x + c, mask=here & (at < 0), other=0.0)
+        u = tl.load(new + at * new_r + c, mask=here & (at >= 0), other=0.0)
+        w = tl.load(weight + tap * CHANNELS + c, mask=c < WIDTH, other=0.0)
+        read = read + ((before, u, w),)  # noqa: RUF005 (Triton unpacks nothing in a tuple)
     y = tl.zeros((t.shape[0], c.shape[1]), tl.float32)
     for tap in tl.static_range(TAPS):
-        at = t + tap - (TAPS - 1)  # row of this pass; below 0: of the history
-        here = (t < ROWS) & (c < WIDTH)
-        u = tl.load(new + at * new_r + c, mask=here & (at >= 0), other=0.0)
-        if tap < TAPS - 1:
-            before = tl.load(old + (t + tap) * window_x + c, mask=here & (at < 0), other=0.0)
-            u = tl.where(at < 0, before, u)
-        w = tl.load(weight + tap * CHANNELS + c, mask=c < WIDTH, other=0.0)
+        before, u, w = read[tap]
+        u = tl.where(t + tap < TAPS - 1, before, u)
         y += u.to(tl.float32) * w.to(tl.float32)
     tl.debug_barrier()
     tl.store(window + i * window_x + c, history, mask=history_mask)
-    tl.store(window + (t + TAPS - 1) * window_x + c, u, mask=(t < ROWS) & (c < WIDTH))
+    tl.store(window + (t + TAPS - 1) * window_x + c, u, mask=here)
     return (y * tl.sigmoid(y)).to(u.dtype).to(tl.float32)
 
 

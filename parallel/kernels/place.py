@@ -6,6 +6,8 @@ A program a row of a slot; everything is read on the device.
 Letters: B slots | R rows | N pages in the table | D rotary width
 """
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch
