@@ -162,6 +162,13 @@ class Ops(Protocol):
         """
         ...
 
+    def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
+        """As gdn_verify for prompt rows, of which the first counts[b] [B] are kept at once.
+
+        Nothing waits to be folded before or after; `kept` of the slots is 0.
+        """
+        ...
+
     def causal_conv(self, window: Tensor, weight: Tensor, rows: int) -> Tensor:
         """Depthwise conv and SiLU: window [B, W-1+rows, C], weight [W, C] -> [B, rows, C]."""
         ...

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from parallel.device import GdnLayer
 
+CHUNK_ROWS = 64
+"""Prompt rows that the delta rule takes at a time."""
 FEW_ROWS = 16
 """Up to here the weight is the left factor: it streams once, where the other order repacks it."""
 
@@ -138,6 +140,52 @@ class CpuOps:
         layer.factors[:, :rows].index_copy_(0, slots, leave)
         layer.conv[:, : window.shape[1]].index_copy_(0, slots, window)
         z = z.unflatten(-1, (heads, dv))
+        out = out.to(z.dtype)
+        return self.gated_rms_norm(out, z, layer.norm_weight, layer.eps, layer.gate).flatten(2)
+
+    def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
+        qk, v, g, beta, window = self._prefill_inputs(proj, layer, slots)
+        state, outs = layer.state.index_select(0, slots), []
+        for start in range(0, proj.shape[1], CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            qk_part, g_part = qk[:, part], g[:, part]
+            out, delta = self.gdn_rows(qk_part, v[:, part], g_part, beta[:, part], state)
+            real = (counts - start).clamp(0, qk_part.shape[1])
+            state = self.gdn_fold(state, qk_part[:, :, 1], delta, g_part, real)
+            outs.append(out)
+        return self._prefill_end(torch.cat(outs, 1), proj, layer, slots, counts, window, state)
+
+    def _prefill_inputs(
+        self, proj: Tensor, layer: GdnLayer, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """-> qk, v, g, beta of the rows, and their conv window [B, W-1+R, C]."""
+        values = (layer.num_v_heads, layer.head_v_dim)
+        u, _, b, a = proj.split(layer.widths, -1)
+        before = layer.conv_weight.shape[0] - 1
+        window = torch.cat((layer.conv[:, :before].index_select(0, slots), u), 1)
+        y = self.causal_conv(window, layer.conv_weight, u.shape[1])
+        qk, v = y.split((y.shape[-1] - values[0] * values[1], values[0] * values[1]), -1)
+        qk = self.gdn_qk_norm(qk.unflatten(-1, (2, layer.num_k_heads, layer.head_k_dim)))
+        g, beta = self.gdn_gates(a, b, layer.rate, layer.dt_bias)
+        return qk, v.unflatten(-1, values).float(), g, beta, window
+
+    def _prefill_end(
+        self,
+        out: Tensor,
+        proj: Tensor,
+        layer: GdnLayer,
+        slots: Tensor,
+        counts: Tensor,
+        window: Tensor,
+        state: Tensor,
+    ) -> Tensor:
+        """Keep the state and the W-1 rows before the next one; norm and gate out [B, R, h, Dv]."""
+        before = layer.conv_weight.shape[0] - 1
+        layer.state.index_copy_(0, slots, state)
+        index = counts[:, None] + torch.arange(before, device=proj.device)
+        last = window.gather(1, index.unsqueeze(-1).expand(-1, -1, window.shape[-1]))
+        layer.conv[:, :before].index_copy_(0, slots, last)
+        z = proj.split(layer.widths, -1)[1].unflatten(-1, out.shape[2:])
         out = out.to(z.dtype)
         return self.gated_rms_norm(out, z, layer.norm_weight, layer.eps, layer.gate).flatten(2)
 

@@ -2,11 +2,14 @@
 
     open_cuda(index, group) -> Device; CudaOps overrides CpuOps, which stays the definition
 
-Prefill's chunked delta rule is still the definition's torch code. Small sums and gathers go through
-symmetric memory (peer loads, one shot, no multicast), large ones through NCCL.
+Prompts' delta rule is flash-linear-attention's where that is installed. Small sums and gathers go
+through symmetric memory (peer loads, one shot, no multicast), large ones through NCCL.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from parallel.backends.cpu import CpuOps
 from parallel.device import Capabilities, Device, DeviceError, GdnLayer
 from parallel.group import Group
 
+log = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 MAX_ARRIVALS = 1 << 14
 
@@ -27,6 +31,7 @@ class CudaOps(CpuOps):
         from parallel.kernels import attention, gdn, place, rows
 
         self._rows, self._gdn, self._attention, self._place = rows, gdn, attention, place
+        self._chunk_rule = _chunk_rule()
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     def place_rows(
@@ -97,11 +102,36 @@ class CudaOps(CpuOps):
             own.norm_weight, own.eps, own.gate, self._arrivals,
         )  # fmt: skip
 
+    def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
+        """flash-linear-attention's chunk kernels in bfloat16; float32 runs as defined."""
+        if proj.dtype == torch.float32 or self._chunk_rule is None:
+            return super().gdn_prefill(proj, layer, slots, counts)
+        qk, v, g, beta, window = self._prefill_inputs(proj, layer, slots)
+        real = torch.arange(proj.shape[1], device=proj.device) < counts.unsqueeze(1)
+        real = real.unsqueeze(-1)  # a row with beta = g = 0 leaves the state as it is
+        q, k = qk.to(proj.dtype).unbind(2)
+        state = layer.state.index_select(0, slots)
+        out, state = self._chunk_rule(
+            q.contiguous(), k.contiguous(), v.to(proj.dtype), g * real, beta * real,
+            scale=layer.head_k_dim**-0.5, initial_state=state, output_final_state=True,
+        )  # fmt: skip
+        return self._prefill_end(out, proj, layer, slots, counts, window, state)
+
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
         return self._rows.top_pair(logits, first_id)
 
     def choose_pair(self, gathered: Tensor) -> Tensor:
         return self._rows.choose_pair(gathered)
+
+
+def _chunk_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """flash-linear-attention's chunked gated delta rule; None where it is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        log.warning("fla-core is not installed: prompts of GDN layers run as plain torch, slowly")
+        return None
+    return chunk_gated_delta_rule
 
 
 def claim_cuda(index: int) -> None:

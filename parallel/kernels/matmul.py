@@ -1,0 +1,272 @@
+"""Matrix products of few rows, bound by reading the weight once; each is one launch, the head two.
+
+    x [.., K] -> few_rows -> [.., O]      [gate; up] read in one pass -> few_rows_swiglu -> [.., i]
+    hidden [N, K] -> head_top_pair, head_top_pair_fp8 -> the best logit's pair; no logit is stored
+
+Where the weight has too few rows to occupy the device, K is split over programs; the last of them
+to arrive adds up in a fixed order. So a row's result depends on no other row and on no timing.
+Letters: N rows, at most 64 | K inner width | O, i, v columns of a result
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel.kernels.rows import LOWEST, _sortable, _top_last_kernel
+
+MAX_ROWS = 64
+PROGRAMS = 288
+"""Programs that occupy the device: K is split while that makes at most so many, ..."""
+LEAST_DEPTH = 512
+"""... and leaves each at least this much of K."""
+MAX_ARRIVALS = PROGRAMS // 2
+"""Counters that a launch may use: one for each tile of a split sum."""
+FP8_MAX = 448.0
+F16_MAX = tl.constexpr(65504.0)
+
+
+class Tiling(NamedTuple):
+    """One program: `columns` of the weight, `depth` bytes of x's K a step; `split` of K."""
+
+    columns: int
+    depth: int
+    split: int
+    warps: int
+    stages: int
+    weight_first: bool = False
+    """The weight is the left factor: Hopper's widest instruction then needs 64 columns, any rows."""
+
+
+def rows_tiling(num_rows: int, columns: int, inner: int) -> Tiling:
+    """Of few_rows. The split ignores num_rows, so a row's result is the same in any company."""
+    tiles = triton.cdiv(columns, 32)
+    split = 1
+    while 2 * split * tiles <= PROGRAMS and inner // (2 * split) >= LEAST_DEPTH:
+        split *= 2
+    if num_rows <= 16:
+        return Tiling(32, 256, split, 4, 5)
+    return Tiling(64, 256, split, 4, 3)
+
+
+def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
+    """Of head_top_pair, where a weight has `bytes_each`."""
+    if num_rows <= 16:
+        return Tiling(64, 256, 1, 4, 4 if bytes_each > 1 else 5)
+    return Tiling(128, 256, 1, 8, 3)
+
+
+def few_rows(x: Tensor, w: Tensor, arrivals: Tensor) -> Tensor:
+    """x [.., K] @ w [O, K]^T -> [.., O] in x's dtype, summed in float32.
+
+    At most 64 rows; the last dim of x has stride 1, w is contiguous. arrivals: MAX_ARRIVALS int32
+    or more, zero before and zero after; one launch at a time may use it.
+    """
+    return _launch_rows(x, w, arrivals, gated=False)
+
+
+def few_rows_swiglu(x: Tensor, w_gate_up: Tensor, arrivals: Tensor) -> Tensor:
+    """few_rows with w [2i, K] = [gate; up], then silu(gate) * up -> [.., i]; rounds as those do."""
+    return _launch_rows(x, w_gate_up, arrivals, gated=True)
+
+
+def head_top_pair(x: Tensor, w: Tensor, first_id: int) -> Tensor:
+    """x [N, K], w [v, K] of ids from `first_id` -> [N, 2] int32, as top_pair of x @ w^T.
+
+    The logits round to x's dtype before they are compared.
+    """
+    return _launch_head(x, w, None, first_id)
+
+
+def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> Tensor:
+    """head_top_pair of w8 [v, K] float8_e4m3fn times scales [v] float32; |x| < 65504."""
+    return _launch_head(x, w8, scales, first_id)
+
+
+def quantise_rows(w: Tensor) -> tuple[Tensor, Tensor]:
+    """w [v, K] -> (w8 [v, K] float8_e4m3fn, scales [v] float32), w close to w8 * scales."""
+    largest = w.abs().amax(-1).float()
+    scales = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    w8 = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
+    for to, rows, scale in zip(w8.split(8192), w.split(8192), scales.split(8192)):
+        to.copy_((rows.float() / scale[:, None]).clamp_(-FP8_MAX, FP8_MAX))
+    return w8, scales
+
+
+def _flat(x: Tensor, w: Tensor) -> Tensor:
+    """x as [N, K]."""
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.shape[0] > MAX_ROWS or flat.shape[1] != w.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)}: [N <= {MAX_ROWS}, K] and [O, K]")
+    assert flat.stride(1) == 1
+    assert w.is_contiguous()
+    return flat
+
+
+def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
+    flat = _flat(x, w)
+    num_rows, inner = flat.shape
+    tiling = rows_tiling(num_rows, w.shape[0], inner)
+    width = w.shape[0] // 2 if gated else w.shape[0]
+    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    tiles = triton.cdiv(width, tiling.columns // 2 if gated else tiling.columns)
+    partial = y
+    if tiling.split > 1:
+        assert arrivals.numel() >= tiles
+        shape = (tiles, tiling.split, num_rows, tiling.columns)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _rows_kernel[(tiling.split, tiles)](
+        flat, w, y, partial, arrivals, num_rows, flat.stride(0), width,
+        K=inner, SPLIT=tiling.split, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
+        DEPTH=tiling.depth // x.element_size(), GATED=gated, SWAP=tiling.weight_first,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return y
+
+
+def _launch_head(x: Tensor, w: Tensor, scales: Tensor | None, first_id: int) -> Tensor:
+    flat = _flat(x, w)
+    num_rows, inner = flat.shape
+    pair = torch.empty(num_rows, 2, dtype=torch.int32, device=x.device)
+    if not num_rows:
+        return pair
+    tiling = head_tiling(num_rows, w.element_size())
+    tiles = triton.cdiv(w.shape[0], tiling.columns)
+    best = torch.empty(num_rows, tiles, dtype=torch.int64, device=x.device)
+    _head_kernel[(tiles,)](
+        flat, w, w if scales is None else scales, best, num_rows, flat.stride(0), w.shape[0],
+        K=inner, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
+        DEPTH=tiling.depth // x.element_size(), FP8=scales is not None, SWAP=tiling.weight_first,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    _top_last_kernel[(num_rows,)](
+        best, pair, pair, first_id, tiles,
+        BLOCK=triton.next_power_of_2(tiles), PAIR=True, num_warps=4,
+    )  # fmt: skip
+    return pair
+
+
+def _padded(num_rows: int) -> int:
+    """Rows of a tensor core's tile."""
+    return max(16, triton.next_power_of_2(num_rows))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rows_kernel(
+    x, w, y, partial, arrivals, num_rows, x_row, width,
+    K: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """One program: one split of K of one tile of columns, gate and up of a column side by side."""
+    split, tile = tl.program_id(0), tl.program_id(1)
+    n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    if GATED:
+        o = tl.minimum(tile * (COLUMNS // 2) + c // 2, width - 1) + c % 2 * width
+    else:
+        o = tl.minimum(tile * COLUMNS + c, width - 1)
+    STEPS: tl.constexpr = triton.cdiv(triton.cdiv(K, DEPTH), SPLIT)
+    total = _product(
+        x, w, num_rows, x_row, n, o, split * STEPS * DEPTH,
+        K, STEPS, K % (SPLIT * STEPS * DEPTH) == 0, ROWS, COLUMNS, DEPTH, x.dtype.element_ty, SWAP,
+    )  # fmt: skip
+    if SPLIT == 1:
+        _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
+    else:
+        part = num_rows * COLUMNS
+        at = partial + tile * SPLIT * part + n[:, None] * COLUMNS + c[None, :]
+        inside = (n < num_rows)[:, None] & (c < COLUMNS)[None, :]
+        tl.store(at + split * part, total, mask=inside)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(arrivals + tile, 0)
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for s in tl.static_range(SPLIT):
+                # .cg: others wrote it, so not from this processor's first-level cache
+                total += tl.load(at + s * part, mask=inside, other=0.0, cache_modifier=".cg")
+            _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
+
+
+@triton.jit
+def _product(
+    x, w, num_rows, x_row, n, o, first,
+    K: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Rows n of x times rows o of w, over STEPS * DEPTH of K from `first`, in float32."""
+    k = first + tl.arange(0, DEPTH)
+    x_at = x + n[:, None] * x_row + k[None, :]
+    w_at = w + o.to(tl.int64)[None, :] * K + k[:, None]
+    alive = (n < num_rows)[:, None]
+    total = tl.zeros((COLUMNS, ROWS) if SWAP else (ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        if EVEN:
+            left = tl.load(x_at, mask=alive, other=0.0)
+            right = tl.load(w_at, eviction_policy="evict_first")
+        else:
+            inside = k < K - step * DEPTH
+            left = tl.load(x_at, mask=alive & inside[None, :], other=0.0)
+            right = tl.load(w_at, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+        if FACTOR == tl.float16:
+            left = left.to(tl.float32)
+            left = tl.clamp(left, -F16_MAX, F16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        left, right = left.to(FACTOR), right.to(FACTOR)
+        if SWAP:
+            total = tl.dot(right.T, left.T, total, input_precision="ieee")
+        else:
+            total = tl.dot(left, right, total, input_precision="ieee")
+        x_at += DEPTH
+        w_at += DEPTH
+    return total.T if SWAP else total
+
+
+@triton.jit
+def _write(
+    total, y, num_rows, n, tile, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """A finished tile, rounded; with GATED as rows.swiglu rounds."""
+    dtype = y.dtype.element_ty
+    rounded = total.to(dtype)
+    if GATED:
+        gate, up = tl.split(tl.reshape(rounded.to(tl.float32), (ROWS, COLUMNS // 2, 2)))
+        factor = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+        o = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        to = y + n[:, None] * width + o[None, :]
+        tl.store(to, (up * factor).to(dtype), mask=(n < num_rows)[:, None] & (o < width)[None, :])
+    else:
+        o = tile * COLUMNS + tl.arange(0, COLUMNS)
+        to = y + n[:, None] * width + o[None, :]
+        tl.store(to, rounded, mask=(n < num_rows)[:, None] & (o < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _head_kernel(
+    x, w, scales, best, num_rows, x_row, width,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    FP8: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """One program: the best logit of each row in one tile of the vocabulary."""
+    tile = tl.program_id(0)
+    n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    o = tile * COLUMNS + c
+    STEPS: tl.constexpr = triton.cdiv(K, DEPTH)
+    # float8 converts to float16 in one instruction for two
+    FACTOR: tl.constexpr = tl.float16 if FP8 else x.dtype.element_ty
+    total = _product(
+        x, w, num_rows, x_row, n, tl.minimum(o, width - 1), 0,
+        K, STEPS, K % DEPTH == 0, ROWS, COLUMNS, DEPTH, FACTOR, SWAP,
+    )  # fmt: skip
+    if FP8:
+        total *= tl.load(scales + o, mask=o < width, other=0.0)[None, :]
+    logits = total.to(x.dtype.element_ty).to(tl.float32)
+    key = tl.where((o < width)[None, :], _sortable(logits, o[None, :]), LOWEST)
+    at = best + n * tl.num_programs(0) + tile
+    tl.store(at, tl.max(key, 1), mask=n < num_rows)
