@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -56,8 +58,25 @@ Sets = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
 
 
+_INTERRUPTED = threading.Event()
+
+
+def _on_interrupt(number: int, frame: object) -> NoReturn:
+    _INTERRUPTED.set()
+    raise KeyboardInterrupt
+
+
+def _check_interrupt() -> None:
+    """Raise for a Ctrl-C that struck inside a callback, where Python drops exceptions."""
+    if _INTERRUPTED.is_set():
+        raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors are one line on stderr."""
+    _INTERRUPTED.clear()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _on_interrupt)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
@@ -306,6 +325,7 @@ def _stream(
     started_s, token_ids, texts, stats = time.perf_counter(), [], [], None
     print(echo, end="", file=out, flush=True)
     for chunk in engine.stream(prompt, sampling):
+        _check_interrupt()
         print(chunk.text, end="", file=out, flush=True)
         texts.append(chunk.text)
         token_ids += chunk.token_ids
@@ -325,6 +345,7 @@ def _print_all(
     """Print the answers of prompts that ran together, each under a heading."""
     started_s = time.perf_counter()
     completions = engine.generate(prompts, sampling)
+    _check_interrupt()
     elapsed_s = time.perf_counter() - started_s
     for number, (echo, one) in enumerate(zip(echoes, completions, strict=True), 1):
         print(f"--- prompt {number} of {len(completions)} ({one.finish_reason})", file=out)

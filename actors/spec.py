@@ -69,6 +69,9 @@ class SpeculationSpec:
 
     draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 3
     """K, tokens drafted an iteration; 0 is plain decoding."""
+    draft_head: Literal["model", "fp8"] = "model"
+    """Weights that score drafts: the checkpoint's, or a copy rounded to float8: half the bytes to
+    read for each draft, the same output, a few drafts other than before."""
     draft_body: Literal["local", "sharded"] = "local"
     """local: whole on every rank; sharded: over the target's ranks, as its LM head always is."""
     pin_rows: bool = False
@@ -239,6 +242,7 @@ class Spec:
             tensor_parallel=self.parallel.tensor_parallel,
             draft_tokens=self.speculation.draft_tokens,
             draft_body=self.speculation.draft_body,
+            draft_head=self.speculation.draft_head,
             max_slots=self.limits.max_slots,
             max_model_len=self.max_model_len(model),
             page_tokens=self.cache.page_tokens,

@@ -111,6 +111,7 @@ def body(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
         tensor_parallel=size,
         draft_tokens=options["k"],
         draft_body=options["draft_body"],
+        draft_head=options["draft_head"],
         max_slots=max(batches),
         max_model_len=longest,
         num_pages=2
@@ -163,6 +164,7 @@ def main(
     chunk: int = 2048,
     dtype: str = "bfloat16",
     draft_body: str = "local",
+    draft_head: str = "model",
     page_tokens: int = 64,
     accept: float = 0.8425,
     seed: int = 0,
@@ -182,6 +184,7 @@ def main(
         "chunk": chunk,
         "dtype": dtype,
         "draft_body": draft_body,
+        "draft_head": draft_head,
         "page_tokens": page_tokens,
         "accept": accept,
         "seed": seed,

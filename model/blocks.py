@@ -17,7 +17,7 @@ from torch import Tensor
 from model.cache import Rows
 from model.config import AttentionConfig
 from parallel.device import Device
-from parallel.linear import ColumnLinear, RowLinear
+from parallel.linear import RowLinear
 
 Params = Mapping[str, Tensor]
 """Tensors of this rank by name, relative to the module that takes them."""
@@ -49,12 +49,12 @@ class Mlp:
 
     def __init__(self, params: Params, device: Device) -> None:
         merged = torch.cat((params["gate_proj.weight"], params["up_proj.weight"]))
-        self.gate_up_proj = ColumnLinear(merged, device)
+        self.gate_up = merged
         self.down_proj = RowLinear(params["down_proj.weight"], device)
         self.ops = device.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ops.swiglu(self.gate_up_proj(x)))
+        return self.down_proj(self.ops.linear_swiglu(x, self.gate_up))
 
 
 class Block:

@@ -125,6 +125,8 @@ class RunConfig:
     """K; 0 leaves the draft unloaded."""
     draft_body: str = "local"
     """"local": the whole draft body on every rank; "sharded": over the target's group."""
+    draft_head: str = "model"
+    """Weights that score drafts: "model" (the checkpoint's), or "fp8" (a rounded copy)."""
     max_slots: int = 8
     max_model_len: int = 2048
     page_tokens: int = 16

@@ -22,7 +22,7 @@ from model.slots import SlotTensors
 from model.verify import accept
 from model.weights import head_share
 from parallel.device import Device
-from parallel.vocab import LMHead
+from parallel.vocab import Fp8Head, LMHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,20 +82,20 @@ class Drafter(Protocol):
 class MtpDrafter:
     """Drafts with the checkpoint's MTP layer."""
 
-    def __init__(self, draft: MtpDraft, head: LMHead, slots: SlotTensors) -> None:
+    def __init__(self, draft: MtpDraft, head: LMHead | Fp8Head, slots: SlotTensors) -> None:
         self.draft, self.head, self.slots = draft, head, slots
 
     def observe(self, chunk: Chunk, hidden: Tensor) -> None:
-        rows = self.slots.rows(
-            chunk.slots, chunk.first, chunk.known, hidden.shape[1], chunk.num_pages
-        )
+        table = self.slots.table_of(chunk.slots, chunk.num_pages)
+        rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
         self.draft(hidden, chunk.following, rows)
 
     def propose(self, batch: Batch) -> Tensor:
         """Pass 0 always runs: it refreshes the draft's KV even when nothing is drafted."""
         state, slots = self.slots, batch.slots
         kept, length = state.kept[slots], state.length[slots]
-        rows = state.rows(slots, length - kept, kept, batch.width, batch.num_pages)
+        table = state.table_of(slots, batch.num_pages)
+        rows = state.rows(slots, length - kept, kept, batch.width, table)
         m = self.draft(state.hidden[slots, : batch.width], state.fresh[slots, : batch.width], rows)
         if not batch.num_drafts:
             return slots.new_empty(len(slots), 0)
@@ -104,7 +104,7 @@ class MtpDrafter:
         drafts = [self.head.greedy(m.squeeze(1))]
         one = torch.ones_like(kept)
         for i in range(1, batch.num_drafts):
-            rows = state.rows(slots, length + (i - 1), one, 1, batch.num_pages)
+            rows = state.rows(slots, length + (i - 1), one, 1, table)
             m = self.draft(m, drafts[-1].unsqueeze(1), rows)
             drafts.append(self.head.greedy(m.squeeze(1)))
         return torch.stack(drafts, 1)
@@ -150,7 +150,8 @@ class Iteration:
                 head_share(table, group.rank, group.size) if tied else tensors["lm_head.weight"]
             )
             head = LMHead(weight, self.device)
-        return MtpDrafter(MtpDraft(model, tensors, table, pages, own), head, self.slots)
+        scorer = Fp8Head(head) if self.run.draft_head == "fp8" else head
+        return MtpDrafter(MtpDraft(model, tensors, table, pages, own), scorer, self.slots)
 
     def prefill(self, chunk: Chunk) -> Tensor | None:
         """Run prompt tokens; -> the first token [E] of each prompt that ends here, or None."""
@@ -160,13 +161,13 @@ class Iteration:
             chunk.first,
             chunk.counts,
             chunk.tokens.shape[1],
-            chunk.num_pages,
+            state.table_of(chunk.slots, chunk.num_pages),
             prefill=True,
         )
         hidden = self.target(chunk.tokens, rows)
         if self.drafter:
             self.drafter.observe(chunk, hidden)
-        self.states.kept[chunk.slots] = 0
+        self.states.kept.index_fill_(0, chunk.slots, 0)
         state.length[chunk.slots] = chunk.first + chunk.counts
         if chunk.ends is None:
             return None
@@ -177,7 +178,8 @@ class Iteration:
             who = slots[chunk.sampled]
             drawn = state.sample(self.head.logits(last[chunk.sampled]), who, state.length[who])
             tokens = tokens.index_copy(0, chunk.sampled, drawn)
-        state.last[slots], state.kept[slots] = tokens, 1
+        state.last[slots] = tokens
+        state.kept.index_fill_(0, slots, 1)
         state.fresh[slots, 0], state.hidden[slots, 0] = tokens, last
         return tokens
 
@@ -188,10 +190,8 @@ class Iteration:
             drafts = self.drafter.propose(batch)
         else:
             drafts = slots.new_empty(len(slots), 0)
-        length = state.length[slots]
-        rows = state.rows(
-            slots, length, batch.limits + 1, k + 1, batch.num_pages, waiting=batch.waiting
-        )
+        length, table = state.length[slots], state.table_of(slots, batch.num_pages)
+        rows = state.rows(slots, length, batch.limits + 1, k + 1, table, waiting=batch.waiting)
         tokens = torch.cat((state.last[slots].unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
         targets = self._pick(hidden, batch, length)

@@ -53,6 +53,9 @@ def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
     parts: dict[str, int] = {}
     for rule in rules(model, run):
         parts[rule.part] = parts.get(rule.part, 0) + rule.num_bytes(run)
+    if run.draft_tokens and run.draft_head == "fp8":
+        share = model.vocab_size // run.tensor_parallel
+        parts["draft head, fp8"] = share * (model.hidden_size + 4)
     item, a = getattr(torch, run.dtype).itemsize, model.attention
     kv = {"target": len(model.full_layers) * a.kv_heads_of(run.tensor_parallel)}
     if run.draft_tokens:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -88,18 +88,46 @@ class Runner:
         self.slots: dict[int, Slot] = {}
         self._launched: deque[Launched] = deque()
         self._graphs = Graphs(device)
+        self._chunks: dict[int, Chunk] = {}
         self._batches: dict[tuple[int, int], Batch] = {}
-        """With graphs: the batch tensors that captured iterations read, by size and K."""
+        """With graphs: what captured chunks (by width) and iterations (by size and K) read."""
         self.buckets = run.batch_buckets or self._default_buckets()
 
     def warm_up(self) -> None:
-        """Run one short request through everything, so that the first real one is not slower."""
+        """Run short requests through everything, so that the first real one is not slower.
+
+        With graphs, every batch size and prompt width runs twice: once eagerly, once captured.
+        """
+        widths, sizes = self._prefill_widths(), self.buckets or (1,)
+        for _ in range(2 if self.device.capabilities.graphs else 1):
+            for width in widths:
+                self._rehearse(1, width)
+            for size in sizes[1:]:
+                self._rehearse(size, 1)
+
+    def _rehearse(self, num_slots: int, prompt: int) -> None:
+        """One iteration's worth of tokens for some slots, on pages that are given back."""
         run = self.run
-        tokens = [0] * min(2, run.max_model_len - 1)
-        how = Sampling(max_tokens=min(2 * run.draft_tokens + 2, run.max_model_len - len(tokens)))
-        need = len(tokens) + how.max_tokens + overshoot_rows(run.draft_tokens)
-        pages = list(range(1, min(1 + pages_for(need, run.page_tokens), run.num_pages)))
-        self.apply([Join(slot=0, request=-1, tokens=tokens, pages=pages, sampling=how)])
+        prompt = min(prompt, run.max_model_len - 1)
+        how = Sampling(max_tokens=min(2 * run.draft_tokens + 2, run.max_model_len - prompt))
+        need = pages_for(
+            prompt + how.max_tokens + overshoot_rows(run.draft_tokens), run.page_tokens
+        )
+        if 1 + num_slots * need > run.num_pages and num_slots > 1:
+            return
+        joins = []
+        for slot in range(num_slots):
+            pages = range(1 + slot * need, min(1 + (slot + 1) * need, run.num_pages))
+            joins.append(
+                Join(
+                    slot=slot,
+                    request=slot - num_slots,
+                    tokens=[0] * prompt,
+                    pages=list(pages),
+                    sampling=how,
+                )
+            )
+        self.apply(joins)
         while self.has_work:
             self.step()
 
@@ -247,11 +275,40 @@ class Runner:
             width = max(width, count)
         if not taken:
             return None, []
-        chunk, ending = self._chunk(taken, width)
-        first = self.iteration.prefill(chunk)
+        first, ending = self._prefill(taken, width)
         for slot, count in taken:
             slot.prefilled += count
         return first, ending
+
+    def _prefill(
+        self, taken: list[tuple[Slot, int]], width: int
+    ) -> tuple[Tensor | None, list[Slot]]:
+        """One slot's greedy chunk replays a graph of its width; anything else runs eagerly."""
+        slot = taken[0][0]
+        graphs = self.device.capabilities.graphs and len(taken) == 1
+        if not graphs or slot.join.sampling.temperature > 0:
+            chunk, ending = self._chunk(taken, width)
+            return self.iteration.prefill(chunk), ending
+        width = next(w for w in self._prefill_widths() if w >= width)
+        fresh, ending = self._chunk(taken, width)
+        if width not in self._chunks:
+            most = self.iteration.slots.max_pages
+            ends = self._ints([0])  # always computed; it means something where a prompt ends
+            self._chunks[width] = replace(fresh, num_pages=most, ends=ends)
+        chunk = self._chunks[width]
+        for name in ("slots", "tokens", "following", "first", "counts", "known"):
+            getattr(chunk, name).copy_(getattr(fresh, name))
+        first = self._graphs.run(
+            ("prefill", width), lambda: self.iteration.prefill(chunk), needed=False
+        )
+        return first if ending else None, ending
+
+    def _prefill_widths(self) -> list[int]:
+        """Widths that a captured chunk is padded to: powers of two up to prefill_chunk."""
+        widths = [min(64, self.run.prefill_chunk)]
+        while widths[-1] < self.run.prefill_chunk:
+            widths.append(min(2 * widths[-1], self.run.prefill_chunk))
+        return widths if self.device.capabilities.graphs else widths[:1]
 
     def _chunk(self, taken: list[tuple[Slot, int]], width: int) -> tuple[Chunk, list[Slot]]:
         tokens, following, ends = [], [], []

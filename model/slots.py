@@ -59,22 +59,25 @@ class SlotTensors:
         self.hidden[slot].zero_()
         self.fresh[slot].zero_()
 
+    def table_of(self, slots: Tensor, num_pages: int) -> Tensor:
+        """The first num_pages of the slots' block tables [B, N]."""
+        return self.block_table[slots, :num_pages]
+
     def rows(
         self,
         slots: Tensor,
         first: Tensor,
         counts: Tensor,
         num_rows: int,
-        num_pages: int,
+        table: Tensor,
         *,
         waiting: int = 0,
         prefill: bool = False,
     ) -> Rows:
         """Rows `first`, first + 1, ... of each slot; `counts` of them real, the rest padding.
 
-        slots, first, counts [B] int64; num_pages: how much of the block table to look at.
+        slots, first, counts [B] int64; table [B, N]: the slots' pages (`table_of`).
         """
-        table = self.block_table[slots, :num_pages]
         positions, index, cos, sin = self.device.ops.place_rows(
             first, counts, table, self.rotary.cos, self.rotary.sin, num_rows, self.run.page_tokens
         )

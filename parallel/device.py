@@ -112,6 +112,10 @@ class Ops(Protocol):
         """gate_up [..., 2i] = [gate | up] -> silu(gate) * up [..., i]."""
         ...
 
+    def linear_swiglu(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """x [..., in], gate_up [2i, in] = [gate; up] -> swiglu(linear(x, gate_up)) [..., i]."""
+        ...
+
     def qk_norm_rope_write(
         self,
         qk: Tensor,
@@ -203,13 +207,17 @@ class Ops(Protocol):
         """
         ...
 
-    def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
-        """logits [N, v] of the ids from first_id -> [N, 2] int32: float32 bits of the largest, and
-        the smallest id that has it."""
+    def head_pair(self, hidden: Tensor, head: Tensor, first_id: int) -> Tensor:
+        """hidden [N, H], head [v, H] of the ids from first_id -> the best of each row [N, 2] int32:
+        the float32 bits of its logit, and its id, the smallest that has it."""
+        ...
+
+    def head_pair_fp8(self, hidden: Tensor, head: Tensor, scales: Tensor, first_id: int) -> Tensor:
+        """head_pair of head [v, H] float8_e4m3fn times scales [v] float32."""
         ...
 
     def choose_pair(self, gathered: Tensor) -> Tensor:
-        """top_pair of every rank [size, N, 2] -> [N] int64: the best id, ties to the smallest."""
+        """head_pair of every rank [size, N, 2] -> [N] int64: the best id, ties to the smallest."""
         ...
 
 

@@ -8,6 +8,7 @@ the same key. A device without graphs runs the work each time. Remembers one gra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from parallel.device import Device
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class CaptureError(RuntimeError):
@@ -28,22 +30,31 @@ class Graphs:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._graphs: dict[Hashable, tuple[Any, Any]] = {}
+        self._eager: set[Hashable] = set()
         self._pool: Any = None
 
-    def run(self, key: Hashable, work: Callable[[], T]) -> T:
+    def run(self, key: Hashable, work: Callable[[], T], *, needed: bool = True) -> T:
         """Do `work`, by replay where it was captured under `key`.
 
         The first call runs it eagerly (it counts: its results are returned and its effects stay);
-        the second captures and replays. Raises CaptureError.
+        the second captures and replays. Where capture fails: CaptureError if it is `needed`, else
+        a warning, once a key, and eager work from then on.
         """
-        if not self._device.capabilities.graphs:
+        if not self._device.capabilities.graphs or key in self._eager:
             return work()
         if key not in self._graphs:
             self._graphs[key] = (None, None)
             return work()
         graph, outputs = self._graphs[key]
         if graph is None:
-            graph, outputs = self._capture(key, work)
+            try:
+                graph, outputs = self._capture(key, work)
+            except CaptureError as error:
+                if needed:
+                    raise
+                log.warning("%s; it runs uncaptured, slower", error)
+                self._eager.add(key)
+                return work()
         graph.replay()
         return outputs
 

@@ -126,6 +126,7 @@ class PeerGroup(ProcessGroup):
         device = torch.device("cuda", torch.cuda.current_device())
         assert dist.group.WORLD is not None
         self._name = dist.group.WORLD.group_name
+        self._parts: dict[torch.Size, Tensor] = {}
         self._buffer = symmetric.empty(PEER_BUFFER_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._buffer, dist.group.WORLD)
 
@@ -138,8 +139,10 @@ class PeerGroup(ProcessGroup):
         num_bytes = x.nbytes * self.size
         if num_bytes > PEER_BUFFER_BYTES or num_bytes % 16 or x.element_size() != 4:
             return super().all_gather(x)
-        parts = torch.zeros(self.size, *x.shape, dtype=torch.float32, device=x.device)
-        parts[self.rank] = x.contiguous().view(torch.float32)
+        if x.shape not in self._parts:  # zero, except for this rank's part, for good
+            self._parts[x.shape] = torch.zeros(self.size, *x.shape, device=x.device)
+        parts = self._parts[x.shape]
+        parts[self.rank].copy_(x.view(torch.float32))
         return self._one_shot(parts).view(x.dtype)
 
     def _one_shot(self, x: Tensor) -> Tensor:

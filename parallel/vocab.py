@@ -9,9 +9,23 @@ Letters: N rows | H hidden | V vocabulary, v this rank's share
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from parallel.device import Device
+
+FP8_MAX = 448.0
+"""Largest float8_e4m3fn."""
+
+
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [v, H] -> (float8_e4m3fn [v, H], scales [v] float32), their product close to it."""
+    largest = weight.abs().amax(-1).float()
+    scales = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    small = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    for to, rows, scale in zip(small.split(8192), weight.split(8192), scales.split(8192)):
+        to.copy_((rows.float() / scale[:, None]).clamp_(-FP8_MAX, FP8_MAX))
+    return small, scales
 
 
 class LMHead:
@@ -23,7 +37,7 @@ class LMHead:
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> the likeliest id of each row [N] int64, the same on every rank."""
-        pair = self.ops.top_pair(self.ops.linear(hidden, self.weight), self.first_id)
+        pair = self.ops.head_pair(hidden, self.weight, self.first_id)
         return self.ops.choose_pair(self.group.all_gather(pair))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -32,3 +46,16 @@ class LMHead:
         if self.group.size == 1:
             return local.float()
         return self.group.all_gather(local).transpose(0, 1).flatten(1).float()
+
+
+class Fp8Head:
+    """A draft's head at half the bytes: drafts may differ, what is kept of them may not."""
+
+    def __init__(self, head: LMHead) -> None:
+        self.ops, self.group, self.first_id = head.ops, head.group, head.first_id
+        self.weight, self.scales = quantise_rows(head.weight)
+
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """As LMHead.greedy, by the rounded weights."""
+        pair = self.ops.head_pair_fp8(hidden, self.weight, self.scales, self.first_id)
+        return self.ops.choose_pair(self.group.all_gather(pair))

@@ -66,6 +66,9 @@ class CpuOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
+    def linear_swiglu(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        return self.swiglu(self.linear(x, gate_up))
+
     def qk_norm_rope_write(
         self,
         qk: Tensor,
@@ -243,7 +246,15 @@ class CpuOps:
         keys = keys.expand(-1, -1, delta.shape[2] // key_heads, -1, -1).flatten(1, 2)
         return state * g.sum(1).exp()[..., None, None] + keys @ weighted
 
+    def head_pair(self, hidden: Tensor, head: Tensor, first_id: int) -> Tensor:
+        return self.top_pair(self.linear(hidden, head), first_id)
+
+    def head_pair_fp8(self, hidden: Tensor, head: Tensor, scales: Tensor, first_id: int) -> Tensor:
+        logits = self.linear(hidden.float(), head.float()) * scales
+        return self.top_pair(logits.to(hidden.dtype), first_id)
+
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
+        """logits [N, v] -> their pairs, as head_pair."""
         value, index = logits.float().max(-1)
         return torch.stack((value.view(torch.int32), (index + first_id).to(torch.int32)), -1)
 

@@ -22,15 +22,18 @@ from parallel.group import Group
 log = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 MAX_ARRIVALS = 1 << 14
+NARROW = 2048
+"""Up to here a matrix of few rows is faster split over its inner width than by cuBLAS (H200)."""
 
 
 class CudaOps(CpuOps):
     """The CUDA backend; see parallel.device.Ops for shapes and meaning."""
 
     def __init__(self, device: torch.device) -> None:
-        from parallel.kernels import attention, gdn, place, rows
+        from parallel.kernels import attention, gdn, matmul, place, rows
 
         self._rows, self._gdn, self._attention, self._place = rows, gdn, attention, place
+        self._matmul = matmul
         self._chunk_rule = _chunk_rule()
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
@@ -47,7 +50,17 @@ class CudaOps(CpuOps):
         return self._place.place_rows(first, counts, block_table, cos, sin, num_rows, page_tokens)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if weight.shape[0] <= NARROW and self._few(x, 16):
+            return self._matmul.few_rows(x, weight, self._arrivals)
         return F.linear(x, weight)
+
+    def linear_swiglu(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        if self._few(x):
+            return self._matmul.few_rows_swiglu(x, gate_up, self._arrivals)
+        return self.swiglu(F.linear(x, gate_up))
+
+    def _few(self, x: Tensor, most: int = 64) -> bool:
+        return x.numel() // x.shape[-1] <= most and x.dtype == torch.bfloat16
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         return self._rows.rms_norm(x, scale, eps)
@@ -116,6 +129,16 @@ class CudaOps(CpuOps):
             scale=layer.head_k_dim**-0.5, initial_state=state, output_final_state=True,
         )  # fmt: skip
         return self._prefill_end(out, proj, layer, slots, counts, window, state)
+
+    def head_pair(self, hidden: Tensor, head: Tensor, first_id: int) -> Tensor:
+        if self._few(hidden):
+            return self._matmul.head_top_pair(hidden, head, first_id)
+        return self._rows.top_pair(F.linear(hidden, head), first_id)
+
+    def head_pair_fp8(self, hidden: Tensor, head: Tensor, scales: Tensor, first_id: int) -> Tensor:
+        if self._few(hidden):
+            return self._matmul.head_top_pair_fp8(hidden, head, scales, first_id)
+        return super().head_pair_fp8(hidden, head, scales, first_id)
 
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
         return self._rows.top_pair(logits, first_id)

@@ -22,14 +22,13 @@ from torch import Tensor
 from parallel.kernels.rows import LOWEST, _sortable, _top_last_kernel
 
 MAX_ROWS = 64
-PROGRAMS = 288
+PROGRAMS = 160
 """Programs that occupy the device: K is split while that makes at most so many, ..."""
-LEAST_DEPTH = 512
+LEAST_DEPTH = 256
 """... and leaves each at least this much of K."""
 MAX_ARRIVALS = PROGRAMS // 2
 """Counters that a launch may use: one for each tile of a split sum."""
 FP8_MAX = 448.0
-F16_MAX = tl.constexpr(65504.0)
 
 
 class Tiling(NamedTuple):
@@ -41,25 +40,25 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     weight_first: bool = False
-    """The weight is the left factor: Hopper's widest instruction then needs 64 columns, any rows."""
+    """The weight is the left factor: Hopper's own instruction then needs 64 columns, not rows."""
 
 
 def rows_tiling(num_rows: int, columns: int, inner: int) -> Tiling:
-    """Of few_rows. The split ignores num_rows, so a row's result is the same in any company."""
-    tiles = triton.cdiv(columns, 32)
+    """Of few_rows. Sums run in the same order for any num_rows but in steps that may differ."""
+    tiles = triton.cdiv(columns, 64)
     split = 1
     while 2 * split * tiles <= PROGRAMS and inner // (2 * split) >= LEAST_DEPTH:
         split *= 2
     if num_rows <= 16:
-        return Tiling(32, 256, split, 4, 5)
-    return Tiling(64, 256, split, 4, 3)
+        return Tiling(64, 256, split, 4, 4, weight_first=True)
+    return Tiling(64, 128, split, 4, 5)
 
 
 def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
     """Of head_top_pair, where a weight has `bytes_each`."""
     if num_rows <= 16:
-        return Tiling(64, 256, 1, 4, 4 if bytes_each > 1 else 5)
-    return Tiling(128, 256, 1, 8, 3)
+        return Tiling(64 if bytes_each > 1 else 128, 256, 1, 4, 4)
+    return Tiling(128, 128, 1, 4, 4) if bytes_each > 1 else Tiling(128, 256, 1, 4, 3)
 
 
 def few_rows(x: Tensor, w: Tensor, arrivals: Tensor) -> Tensor:
@@ -85,7 +84,10 @@ def head_top_pair(x: Tensor, w: Tensor, first_id: int) -> Tensor:
 
 
 def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> Tensor:
-    """head_top_pair of w8 [v, K] float8_e4m3fn times scales [v] float32; |x| < 65504."""
+    """head_top_pair of w8 [v, K] float8_e4m3fn times scales [v] float32; |x| < 65504.
+
+    Needs capability 8.9.
+    """
     return _launch_head(x, w8, scales, first_id)
 
 
@@ -100,11 +102,12 @@ def quantise_rows(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat(x: Tensor, w: Tensor) -> Tensor:
-    """x as [N, K]."""
-    flat = x.reshape(-1, x.shape[-1])
+    """x as [N, K]; the stride of an only row, which nobody uses, as if there were more."""
+    inner = x.shape[-1]
+    flat = x.as_strided((1, inner), (inner, 1)) if x.numel() == inner else x.reshape(-1, inner)
     if flat.shape[0] > MAX_ROWS or flat.shape[1] != w.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)}: [N <= {MAX_ROWS}, K] and [O, K]")
-    assert flat.stride(1) == 1
+    assert x.stride(-1) == flat.stride(1) == 1
     assert w.is_contiguous()
     return flat
 
@@ -127,6 +130,7 @@ def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
         flat, w, y, partial, arrivals, num_rows, flat.stride(0), width,
         K=inner, SPLIT=tiling.split, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
         DEPTH=tiling.depth // x.element_size(), GATED=gated, SWAP=tiling.weight_first,
+        FACTOR=_factor(x, w),
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return y
@@ -145,6 +149,7 @@ def _launch_head(x: Tensor, w: Tensor, scales: Tensor | None, first_id: int) -> 
         flat, w, w if scales is None else scales, best, num_rows, flat.stride(0), w.shape[0],
         K=inner, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
         DEPTH=tiling.depth // x.element_size(), FP8=scales is not None, SWAP=tiling.weight_first,
+        FACTOR=_factor(x, w),
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     _top_last_kernel[(num_rows,)](
@@ -154,16 +159,23 @@ def _launch_head(x: Tensor, w: Tensor, scales: Tensor | None, first_id: int) -> 
     return pair
 
 
+def _factor(x: Tensor, w: Tensor) -> tl.dtype:
+    """What the tensor cores multiply. Interpreted there is no bfloat16 product."""
+    if w.dtype == torch.float8_e4m3fn:  # two to float16 in one instruction; to bfloat16 in three
+        return tl.float16
+    return tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32
+
+
 def _padded(num_rows: int) -> int:
     """Rows of a tensor core's tile."""
-    return max(16, triton.next_power_of_2(num_rows))
+    return max(16, int(triton.next_power_of_2(num_rows)))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
     x, w, y, partial, arrivals, num_rows, x_row, width,
     K: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr,
+    DEPTH: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of K of one tile of columns, gate and up of a column side by side."""
     split, tile = tl.program_id(0), tl.program_id(1)
@@ -175,7 +187,7 @@ def _rows_kernel(
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(K, DEPTH), SPLIT)
     total = _product(
         x, w, num_rows, x_row, n, o, split * STEPS * DEPTH,
-        K, STEPS, K % (SPLIT * STEPS * DEPTH) == 0, ROWS, COLUMNS, DEPTH, x.dtype.element_ty, SWAP,
+        K, STEPS, K % (SPLIT * STEPS * DEPTH) == 0, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
     )  # fmt: skip
     if SPLIT == 1:
         _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
@@ -198,7 +210,7 @@ def _rows_kernel(
 def _product(
     x, w, num_rows, x_row, n, o, first,
     K: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr, SWAP: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Rows n of x times rows o of w, over STEPS * DEPTH of K from `first`, in float32."""
     k = first + tl.arange(0, DEPTH)
@@ -209,14 +221,11 @@ def _product(
     for step in range(STEPS):
         if EVEN:
             left = tl.load(x_at, mask=alive, other=0.0)
-            right = tl.load(w_at, eviction_policy="evict_first")
+            right = tl.load(w_at)
         else:
             inside = k < K - step * DEPTH
             left = tl.load(x_at, mask=alive & inside[None, :], other=0.0)
-            right = tl.load(w_at, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-        if FACTOR == tl.float16:
-            left = left.to(tl.float32)
-            left = tl.clamp(left, -F16_MAX, F16_MAX, propagate_nan=tl.PropagateNan.ALL)
+            right = tl.load(w_at, mask=inside[:, None], other=0.0)
         left, right = left.to(FACTOR), right.to(FACTOR)
         if SWAP:
             total = tl.dot(right.T, left.T, total, input_precision="ieee")
@@ -251,18 +260,16 @@ def _write(
 def _head_kernel(
     x, w, scales, best, num_rows, x_row, width,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    FP8: tl.constexpr, SWAP: tl.constexpr,
+    FP8: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """One program: the best logit of each row in one tile of the vocabulary."""
     tile = tl.program_id(0)
     n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     o = tile * COLUMNS + c
     STEPS: tl.constexpr = triton.cdiv(K, DEPTH)
-    # float8 converts to float16 in one instruction for two
-    FACTOR: tl.constexpr = tl.float16 if FP8 else x.dtype.element_ty
     total = _product(
         x, w, num_rows, x_row, n, tl.minimum(o, width - 1), 0,
-        K, STEPS, K % DEPTH == 0, ROWS, COLUMNS, DEPTH, FACTOR, SWAP,
+        K, STEPS, K % DEPTH == 0, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
     )  # fmt: skip
     if FP8:
         total *= tl.load(scales + o, mask=o < width, other=0.0)[None, :]

@@ -62,7 +62,11 @@ def ours(folder, hidden, tokens, chunks, **changes):
             outs, start = [], 0
             for count in chunks:
                 rows = it.slots.rows(
-                    torch.tensor([0]), torch.tensor([start]), torch.tensor([count]), count, 29
+                    torch.tensor([0]),
+                    torch.tensor([start]),
+                    torch.tensor([count]),
+                    count,
+                    it.slots.table_of(torch.tensor([0]), 29),
                 )
                 part = slice(start, start + count)
                 outs.append(it.drafter.draft(hidden[None, part], tokens[None, part], rows)[0])

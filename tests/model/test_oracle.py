@@ -45,7 +45,12 @@ def logits_by(team: Team, ids: list[int], chunks: list[int]) -> torch.Tensor:
             for count in chunks:
                 slots = torch.tensor([1])
                 rows = it.slots.rows(
-                    slots, torch.tensor([start]), torch.tensor([count]), count, 32, prefill=True
+                    slots,
+                    torch.tensor([start]),
+                    torch.tensor([count]),
+                    count,
+                    it.slots.table_of(slots, 32),
+                    prefill=True,
                 )
                 hidden = it.target(torch.tensor([ids[start : start + count]]), rows)
                 it.states.kept[slots] = 0
@@ -106,13 +111,23 @@ def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) ->
                 it.states.reset(0)
                 slots, at, waiting = torch.tensor([0]), 40, 0
                 rows = it.slots.rows(
-                    slots, torch.tensor([0]), torch.tensor([at]), at, 32, prefill=True
+                    slots,
+                    torch.tensor([0]),
+                    torch.tensor([at]),
+                    at,
+                    it.slots.table_of(slots, 32),
+                    prefill=True,
                 )
                 it.target(torch.tensor([ids[:at]]), rows)
                 for _ in range(4):
                     tokens = ids[at : at + kept] + [(t + 1) % 160 for t in ids[at + kept : at + 6]]
                     rows = it.slots.rows(
-                        slots, torch.tensor([at]), torch.tensor([6]), 6, 32, waiting=waiting
+                        slots,
+                        torch.tensor([at]),
+                        torch.tensor([6]),
+                        6,
+                        it.slots.table_of(slots, 32),
+                        waiting=waiting,
                     )
                     hidden = it.target(torch.tensor([tokens]), rows)
                     errors.append((it.head.logits(hidden[0, :kept]) - want[at : at + kept]).abs())

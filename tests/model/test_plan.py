@@ -15,7 +15,9 @@ from tests.ranks import Team
 
 @pytest.mark.parametrize("draft_body", ["local", "sharded"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"draft_tokens": 0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": "bfloat16", "draft_head": "fp8"}, {"draft_tokens": 0}]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_estimate_equals_allocation(
     tmp_path: Path, draft_body: str, size: int, changes: dict, tied: bool

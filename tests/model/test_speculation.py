@@ -112,6 +112,19 @@ def test_local_and_sharded_drafts_propose_the_same(folder) -> None:
     assert local == sharded
 
 
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_rounded_draft_head_changes_drafts_and_no_token(
+    folder, off, tensor_parallel: int
+) -> None:
+    engine = team(folder, 3, tensor_parallel=tensor_parallel, draft_head="fp8")
+    assert engine.runners[0].iteration.drafter.head.weight.dtype == torch.float8_e4m3fn
+    prompts = [prompt_of(n) for n in (9, 33)]
+    outs = engine.generate([(p, Sampling(max_tokens=NUM_NEW)) for p in prompts])
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert out.tokens == off(prompt)
+        assert out.drafted > 0
+
+
 PATTERNS = {
     "all": lambda at, i: True,
     "none": lambda at, i: False,

@@ -1,0 +1,198 @@
+"""Products of few rows, plain, gated and as the best logit, in Triton, against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from parallel.backends.cpu import CpuOps
+from parallel.kernels import matmul
+
+OPS = CpuOps()
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7 if CUDA else 2.0**-5}
+"""Relative: float32 sums in another order; bfloat16 one rounding more or less. Interpreted,
+bfloat16 is cut, not rounded: one unit of each of its roundings."""
+NUM_ROWS = [1, 2, 6, 16, 17, 48, 64]
+
+
+def rand(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight(rows, inner, dtype, seed=1):
+    return (rand(rows, inner, seed=seed) * inner**-0.5).to(dtype)
+
+
+def counters():
+    return torch.zeros(matmul.MAX_ARRIVALS, dtype=torch.int32, device=DEVICE)
+
+
+def close(got, want) -> None:
+    got = got.cpu()
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    error = (got.float() - want.float()).abs()
+    assert (error <= TOLERANCE[want.dtype] * (1.0 + want.float().abs())).all(), error.max()
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """Tests use small weights: let them be split as large ones are."""
+    monkeypatch.setattr(matmul, "LEAST_DEPTH", 128)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize(("columns", "inner"), [(96, 512), (67, 272), (33, 100)])
+def test_few_rows(dtype, num_rows, columns, inner) -> None:
+    x, w, arrivals = rand(num_rows, inner, dtype=dtype), weight(columns, inner, dtype), counters()
+    got = matmul.few_rows(x.to(DEVICE), w.to(DEVICE), arrivals)
+    close(got, OPS.linear(x, w))
+    assert not arrivals.any()
+    assert matmul.rows_tiling(num_rows, columns, inner).split == max(1, inner // 128)
+
+
+def test_tilings_of_many_shapes() -> None:
+    """The counters suffice, and every split has enough of K."""
+    for columns in (32, 1000, 2048, 2560, 4112, 6144, 12288, 124160):
+        for inner in (512, 1024, 2048, 3072, 4096, 6144):
+            for num_rows in NUM_ROWS:
+                tiling = matmul.rows_tiling(num_rows, columns, inner)
+                assert tiling.split == 1 or -(-columns // tiling.columns) <= matmul.MAX_ARRIVALS
+                assert tiling.split == 1 or inner // tiling.split >= matmul.LEAST_DEPTH
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [2, 34])
+def test_views_and_leading_dims(dtype, num_rows) -> None:
+    """x is a part of a wider row, with NaN around it."""
+    wide = torch.full((2, num_rows // 2, 300 + 33), float("nan"), dtype=dtype)
+    wide[..., 16:272] = rand(2, num_rows // 2, 256, dtype=dtype)
+    w, arrivals = weight(40, 256, dtype), counters()
+    got = matmul.few_rows(wide.to(DEVICE)[..., 16:272], w.to(DEVICE), arrivals)
+    close(got, OPS.linear(wide[..., 16:272].contiguous(), w))
+    got = matmul.few_rows_swiglu(wide.to(DEVICE)[..., 16:272], w.to(DEVICE), arrivals)
+    close(got, OPS.swiglu(OPS.linear(wide[..., 16:272].contiguous(), w)))
+    row = wide[1, 0, 16:272]
+    close(
+        matmul.few_rows(wide.to(DEVICE)[1, 0, 16:272], w.to(DEVICE), arrivals), OPS.linear(row, w)
+    )
+    assert matmul.few_rows(wide.to(DEVICE)[:0, :, 16:272], w.to(DEVICE), arrivals).numel() == 0
+    with pytest.raises(ValueError, match="64"):
+        matmul.few_rows(rand(65, 256).to(DEVICE), w.to(DEVICE), arrivals)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize(("width", "inner"), [(96, 512), (37, 144)])
+def test_few_rows_swiglu(dtype, num_rows, width, inner) -> None:
+    x, w = rand(num_rows, inner, dtype=dtype), weight(2 * width, inner, dtype)
+    arrivals = counters()
+    got = matmul.few_rows_swiglu(x.to(DEVICE), w.to(DEVICE), arrivals)
+    close(got, OPS.swiglu(OPS.linear(x, w)))
+    assert not arrivals.any()
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_beside_any_others(dtype) -> None:
+    """Bit for bit, NaN and infinity beside it included; and the same again in another launch."""
+    x, w, arrivals = rand(7, 512, dtype=dtype), weight(70, 512, dtype).to(DEVICE), counters()
+    other = rand(7, 512, seed=5, dtype=dtype)
+    other[2], other[5] = float("nan"), float("inf")
+    other[3] = x[3]
+    for run in (
+        lambda x: matmul.few_rows(x, w, arrivals),
+        lambda x: matmul.few_rows_swiglu(x, w, arrivals),
+        lambda x: matmul.head_top_pair(x, w, 0),
+    ):
+        first = run(x.to(DEVICE))
+        assert torch.equal(first, run(x.to(DEVICE)))
+        assert torch.equal(first[3], run(other.to(DEVICE))[3])
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_other_tilings(monkeypatch, weight_first, gated) -> None:
+    """Any tiling computes the same; here splits of which the last is short, or empty."""
+    x, w, arrivals = rand(5, 200), weight(150, 200, torch.float32), counters()
+    for split in (1, 3, 4):
+        tiling = matmul.Tiling(64, 256, split, 4, 2, weight_first)
+        monkeypatch.setattr(matmul, "rows_tiling", lambda *_, t=tiling: t)
+        run = matmul.few_rows_swiglu if gated else matmul.few_rows
+        want = OPS.linear(x, w)
+        close(run(x.to(DEVICE), w.to(DEVICE), arrivals), OPS.swiglu(want) if gated else want)
+
+
+def integers(*shape, seed, dtype):
+    """-1, 0 and 1: sums of products of these are exact in any order, and tie often."""
+    return rand(*shape, seed=seed).round().clamp(-1, 1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize(("share", "inner"), [(700, 64), (65, 100)])
+def test_head_top_pair(dtype, num_rows, share, inner) -> None:
+    """Sums of small integers: the same pair exactly, the first of equal logits."""
+    x = integers(num_rows, inner, seed=0, dtype=dtype)
+    w = integers(share, inner, seed=1, dtype=dtype)
+    got = matmul.head_top_pair(x.to(DEVICE), w.to(DEVICE), 1000)
+    want = OPS.top_pair(OPS.linear(x, w), 1000)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.cpu(), want)
+
+
+def test_logits_round_before_they_are_compared() -> None:
+    """257 and 256 are one bfloat16: the first wins, though the second is larger unrounded."""
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    w = torch.zeros(130, 64, dtype=torch.bfloat16)
+    w[3, 0], w[129, 0], w[129, 1] = 256.0, 256.0, 1.0
+    got = matmul.head_top_pair(x.to(DEVICE), w.to(DEVICE), 10)
+    assert got[0, 1].item() == 13
+
+
+def test_negative_logits_and_nan() -> None:
+    """Places past the share never win; NaN does, as in torch."""
+    x, w = torch.ones(2, 64), -weight(67, 64, torch.float32).abs() - 1
+    x[1, 5] = float("nan")
+    got = matmul.head_top_pair(x.to(DEVICE), w.to(DEVICE), 0).cpu()
+    assert got[0, 1] == (x @ w.T)[0].argmax()
+    assert got[1, 1] == 0
+
+
+@pytest.mark.skipif(
+    CUDA and torch.cuda.get_device_capability() < (8, 9), reason="float8 needs capability 8.9"
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize(("share", "inner"), [(300, 64), (65, 112)])
+def test_head_top_pair_fp8(dtype, num_rows, share, inner) -> None:
+    """Integers and scales that are powers of two: exact, so the same pair as of w8 * scales."""
+    x = integers(num_rows, inner, seed=0, dtype=dtype)
+    w8 = integers(share, inner, seed=1, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scales = 2.0 ** rand(share, seed=2).round().clamp(-2, 2)
+    got = matmul.head_top_pair_fp8(*(t.to(DEVICE) for t in (x, w8, scales)), 7)
+    logits = ((x.float() @ w8.float().T) * scales).to(dtype)
+    assert torch.equal(got.cpu(), OPS.top_pair(logits, 7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantise_rows(dtype) -> None:
+    """Each row within half a step of float8 of what it was; a row of zeros stays zeros."""
+    w = rand(9, 64, dtype=dtype) * torch.arange(9)[:, None].to(dtype)
+    w8, scales = matmul.quantise_rows(w)
+    assert w8.dtype == torch.float8_e4m3fn
+    assert scales.dtype == torch.float32
+    error = (w8.float() * scales[:, None] - w.float()).abs()
+    largest = w.float().abs().amax(-1, keepdim=True)
+    assert (error <= torch.maximum(w.float().abs() / 16, largest / 448 / 512) * 1.001).all()
+    assert not w8[0].float().any()
