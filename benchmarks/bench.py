@@ -1,6 +1,6 @@
 """Tokens per second of the bundled checkpoint on this machine: `make bench`.
 
-    one engine per K (TP2, CPU ranks) -> prompts one by one, greedy -> tok/s, acceptance, idle CPU
+    two engines (TP2, CPU ranks), without and with drafts -> prompts one by one, greedy -> tok/s
     transformers' generate, same prompts and precision, best of 1 and 2 threads -> tok/s
 
 The last line of stdout is one JSON object; progress goes to stderr. K = 0 is plain decoding by the
@@ -53,29 +53,35 @@ class Run:
 
 
 def measure_engine(
-    model: Path, config: Path | None, prompts: list[list[int]], draft_tokens: int, max_tokens: int
-) -> tuple[Run, dict[str, float]]:
-    """Speed of one engine, and its idle CPU use afterwards in % of a core."""
-    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    model: Path, config: Path | None, prompts: list[list[int]], most: int, max_tokens: int
+) -> tuple[dict[int, Run], dict[str, float]]:
+    """Speed of one engine for each K up to `most`, which requests ask for; and its idle CPU use."""
     overrides = {
         "model": str(model),
         "device": "cpu",
         "parallel.tensor_parallel": RANKS,
-        "speculation.draft_tokens": draft_tokens,
+        "speculation.draft_tokens": most,
     }
+    runs: dict[int, Run] = {}
     with Engine.from_config(config, overrides) as engine:
-        engine.generate(prompts[0], sampling)  # first use of buffers and code paths
-        counts = [0, 0]
+        for k in (k for k in DRAFT_TOKENS if min(k, 1) == min(most, 1)):
+            sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, draft_tokens=k)
+            engine.generate(prompts[0], sampling)  # first use of buffers and code paths
+            counts = [0, 0]
 
-        def generate(prompt: list[int]) -> list[int]:
-            (completion,) = engine.generate(prompt, sampling)
-            counts[0] += completion.stats.drafted
-            counts[1] += completion.stats.accepted
-            return list(completion.token_ids)
+            def generate(
+                prompt: list[int], how: Sampling = sampling, counts: list[int] = counts
+            ) -> list[int]:
+                (completion,) = engine.generate(prompt, how)
+                counts[0] += completion.stats.drafted
+                counts[1] += completion.stats.accepted
+                return list(completion.token_ids)
 
-        tok_s, outputs = timed(generate, prompts)
+            tok_s, outputs = timed(generate, prompts)
+            runs[k] = Run(tok_s=tok_s, outputs=outputs, drafted=counts[0], accepted=counts[1])
+            print(f"TP{RANKS} K={k}: {runs[k]}", file=sys.stderr)
         idle = idle_cpu_percent()
-    return Run(tok_s=tok_s, outputs=outputs, drafted=counts[0], accepted=counts[1]), idle
+    return runs, idle
 
 
 def measure_transformers(
@@ -185,9 +191,9 @@ def main(
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     runs: dict[int, Run] = {}
     idle: dict[str, float] = {}
-    for draft_tokens in DRAFT_TOKENS:
-        runs[draft_tokens], idle = measure_engine(model, config, prompts, draft_tokens, max_tokens)
-        print(f"TP{RANKS} K={draft_tokens}: {runs[draft_tokens]}", file=sys.stderr)
+    for most in (0, max(DRAFT_TOKENS)):
+        found, idle = measure_engine(model, config, prompts, most, max_tokens)
+        runs |= found
     peers = {}
     for threads in (1, RANKS):
         peers[threads] = measure_transformers(model, prompts, threads, max_tokens)

@@ -42,7 +42,7 @@ class Attention:
     def __call__(self, x: Tensor, rows: Rows) -> Tensor:
         """x [B, R, H] -> [B, R, H]; writes the rows' keys and values."""
         n, m, d, ops = self.n, self.m, self.d, self.ops
-        qk, v, gate = self.in_proj(x).split(self.widths, -1)
+        qk, v, gate = self.in_proj(x).split_with_sizes(self.widths, -1)
         q = ops.qk_norm_rope_write(
             qk.unflatten(-1, (n + m, d)),
             v.unflatten(-1, (m, d)),

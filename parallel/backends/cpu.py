@@ -84,11 +84,11 @@ class CpuOps:
     ) -> Tensor:
         num_kv, width = v.shape[2], cos.shape[-1]
         qk = self.rms_norm(qk, scale, eps)
-        turned, rest = qk.split((width, qk.shape[-1] - width), -1)
+        turned, rest = qk.split_with_sizes((width, qk.shape[-1] - width), -1)
         left, right = turned.chunk(2, -1)
         turned = turned * cos + torch.cat((-right, left), -1) * sin
         qk = torch.cat((turned.to(qk.dtype), rest), -1)
-        q, k = qk.split((qk.shape[2] - num_kv, num_kv), 2)
+        q, k = qk.split_with_sizes((qk.shape[2] - num_kv, num_kv), 2)
         for pages, rows in ((k_pages, k), (v_pages, v)):
             pages.flatten(0, 1).index_copy_(0, index.reshape(-1), rows.flatten(0, 1))
         return q
@@ -124,18 +124,18 @@ class CpuOps:
     ) -> Tensor:
         rows, (heads, dv) = proj.shape[1], (layer.num_v_heads, layer.head_v_dim)
         keys = (layer.num_k_heads, layer.head_k_dim)
-        u, z, b, a = proj.split(layer.widths, -1)
+        u, z, b, a = proj.split_with_sizes(layer.widths, -1)
         taps = torch.arange(layer.conv_weight.shape[0] - 1, device=proj.device)
         before = (slots * layer.conv.shape[1] + kept).unsqueeze(1) + taps
         window = torch.cat((layer.conv.flatten(0, 1)[before], u), 1)
         y = self.causal_conv(window, layer.conv_weight, rows)
-        qk, v = y.split((y.shape[-1] - heads * dv, heads * dv), -1)
+        qk, v = y.split_with_sizes((y.shape[-1] - heads * dv, heads * dv), -1)
         qk, v = self.gdn_qk_norm(qk.unflatten(-1, (2, *keys))), v.unflatten(-1, (heads, dv)).float()
         g, beta = self.gdn_gates(a, b, layer.rate, layer.dt_bias)
         state = layer.state.index_select(0, slots)
         if waiting:
             left = layer.factors[:, :waiting].index_select(0, slots)
-            k, delta, decay = left.split((keys[0] * keys[1], heads * dv, heads), -1)
+            k, delta, decay = left.split_with_sizes((keys[0] * keys[1], heads * dv, heads), -1)
             k, delta = k.unflatten(-1, keys), delta.unflatten(-1, (heads, dv))
             state = self.gdn_fold(state, k, delta, decay, kept)
             layer.state.index_copy_(0, slots, state)
@@ -164,11 +164,11 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """-> qk, v, g, beta of the rows, and their conv window [B, W-1+R, C]."""
         values = (layer.num_v_heads, layer.head_v_dim)
-        u, _, b, a = proj.split(layer.widths, -1)
+        u, _, b, a = proj.split_with_sizes(layer.widths, -1)
         before = layer.conv_weight.shape[0] - 1
         window = torch.cat((layer.conv[:, :before].index_select(0, slots), u), 1)
         y = self.causal_conv(window, layer.conv_weight, u.shape[1])
-        qk, v = y.split((y.shape[-1] - values[0] * values[1], values[0] * values[1]), -1)
+        qk, v = y.split_with_sizes((y.shape[-1] - values[0] * values[1], values[0] * values[1]), -1)
         qk = self.gdn_qk_norm(qk.unflatten(-1, (2, layer.num_k_heads, layer.head_k_dim)))
         g, beta = self.gdn_gates(a, b, layer.rate, layer.dt_bias)
         return qk, v.unflatten(-1, values).float(), g, beta, window
@@ -189,7 +189,7 @@ class CpuOps:
         index = counts[:, None] + torch.arange(before, device=proj.device)
         last = window.gather(1, index.unsqueeze(-1).expand(-1, -1, window.shape[-1]))
         layer.conv[:, :before].index_copy_(0, slots, last)
-        z = proj.split(layer.widths, -1)[1].unflatten(-1, out.shape[2:])
+        z = proj.split_with_sizes(layer.widths, -1)[1].unflatten(-1, out.shape[2:])
         out = out.to(z.dtype)
         return self.gated_rms_norm(out, z, layer.norm_weight, layer.eps, layer.gate).flatten(2)
 
@@ -220,8 +220,8 @@ class CpuOps:
         qk = qk.permute(0, 3, 2, 1, 4).unsqueeze(2).expand(-1, -1, repeat, -1, -1, -1)
         qk = qk.reshape(num_slots, key_heads * repeat, 2 * rows, dk)
         k = qk[:, :, rows:]
-        read_q, read_k = (qk @ state).split(rows, 2)  # [B, h, R, Dv]
-        dot_q, dot_k = (qk @ k.transpose(-1, -2)).split(rows, 2)  # [B, h, R, R]
+        read_q, read_k = (qk @ state).chunk(2, 2)  # [B, h, R, Dv]
+        dot_q, dot_k = (qk @ k.transpose(-1, -2)).chunk(2, 2)  # [B, h, R, R]
         grown = g.cumsum(-1).exp().unsqueeze(-1)
         delta = beta * (v - grown * read_k)
         out = grown * read_q

@@ -109,7 +109,9 @@ class CudaOps(CpuOps):
         qk, v, g, beta = self._gdn.gdn_inputs(
             proj, own.conv, own.conv_weight, own.rate, own.dt_bias, slots, kept, *shape
         )
-        z = proj.split(own.widths, -1)[1].unflatten(-1, (own.num_v_heads, own.head_v_dim))
+        z = proj.split_with_sizes(own.widths, -1)[1].unflatten(
+            -1, (own.num_v_heads, own.head_v_dim)
+        )
         return self._gdn.gdn_verify(
             qk, v, g, beta, z, own.state, own.factors, slots, kept, waiting,
             own.norm_weight, own.eps, own.gate, self._arrivals,
@@ -150,7 +152,9 @@ class CudaOps(CpuOps):
 def _chunk_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """flash-linear-attention's chunked gated delta rule; None where it is not installed."""
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+            chunk_gated_delta_rule,
+        )
     except ImportError:
         log.warning("fla-core is not installed: prompts of GDN layers run as plain torch, slowly")
         return None

@@ -109,19 +109,6 @@ def paged_attention(
     return out
 
 
-def paged_prefill(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """The same kernels: many rows make many tiles of MAX_TILE, and so larger parts."""
-    return paged_attention(q, k_pages, v_pages, block_table, positions, lengths, gate)
-
-
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
     page, kv_heads, d = k_pages.shape[1:]
     if q.shape[2] % kv_heads or d != q.shape[3] or v_pages.shape != k_pages.shape:
@@ -151,6 +138,14 @@ def _gated(out, gate, dtype: tl.constexpr):
 
 
 @triton.jit
+def _store(y, gate_at, place, mask, dtype: tl.constexpr, GATED: tl.constexpr):
+    """y, gated if asked, to where it belongs."""
+    if GATED:
+        y = _gated(y, tl.load(gate_at, mask=mask, other=0.0), dtype)
+    tl.store(place, y.to(dtype), mask=mask)
+
+
+@triton.jit
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, length_ptr, gate_ptr, out_ptr, partial_ptr,
     stats_ptr, q_slot, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
@@ -160,29 +155,29 @@ def _attend_kernel(
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One part of the context for one tile; WHOLE: the part is everything, so it ends here."""
-    part = tl.program_id(0)
+    part, dim = tl.program_id(0), tl.arange(0, D)
     slot, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
     group: tl.constexpr = HEADS // KV
     packed = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row, head = packed // group, kv * group + packed % group
     real = row < rows
-    position = tl.load(position_ptr + slot * position_slot + row, mask=real, other=-1)
-    position = position.to(tl.int32)
+    at = position_ptr + slot * position_slot + row
+    position = tl.load(at, mask=real, other=-1).to(tl.int32)
     length = tl.load(length_ptr + slot).to(tl.int32)
     start = part * chunk
     end = tl.minimum(tl.minimum(length, tl.max(position, 0) + 1), start + chunk)
     if (start >= end) & (not WHOLE):
         return
 
-    dim = tl.arange(0, D)
     q_at = slot * q_slot + row * q_row + head * q_head
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
-    k_ptr += kv * k_head
-    v_ptr += kv * v_head
-    table_ptr += slot * table_slot
+    k_ptr, v_ptr, table_ptr = (
+        k_ptr + kv * k_head,
+        v_ptr + kv * v_head,
+        table_ptr + slot * table_slot,
+    )
     high = tl.full((TILE,), -1e38, tl.float32)
-    weight = tl.zeros((TILE,), tl.float32)
-    total = tl.zeros((TILE, D), tl.float32)
+    weight, total = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, D), tl.float32)
     for first in tl.range(start, end, KEYS):
         key = first + tl.arange(0, KEYS)
         live = key < end
@@ -204,12 +199,9 @@ def _attend_kernel(
     line = (slot * rows + row) * HEADS + head
     if WHOLE:
         y = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
-        if GATED:
-            gate_at = (slot * rows + row) * gate_token + head * D
-            gate_at = gate_ptr + gate_at[:, None] + dim[None, :]
-            y = _gated(y, tl.load(gate_at, mask=real[:, None], other=0.0), out_ptr.dtype.element_ty)
+        gate_at = ((slot * rows + row) * gate_token + head * D)[:, None] + dim[None, :]
         place = out_ptr + (line * D)[:, None] + dim[None, :]
-        tl.store(place, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
+        _store(y, gate_ptr + gate_at, place, real[:, None], out_ptr.dtype.element_ty, GATED)
     else:
         line = line * tl.num_programs(0) + part
         tl.store(partial_ptr + (line * D)[:, None] + dim[None, :], total, mask=real[:, None])

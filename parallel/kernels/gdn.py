@@ -9,6 +9,8 @@ Shapes: B slots | R rows, X most | k, h key and value heads | C = 2k Dk + h Dv |
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

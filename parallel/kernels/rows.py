@@ -1,8 +1,8 @@
 """Triton kernels of one pass over rows: norms, gates, rotary, page writes, the best logit.
 
-    x [.., d] -> rms_norm / add_rms_norm / swiglu / gated_output, one program a row or a piece
-    projection -> qk_norm_rope (-> write_kv), or both at once: qk_norm_rope_write
-    logits [N, v] -> pieces, each one sortable int64 -> top_row, or top_pair -> choose_pair
+    x [.., d] -> rms_norm / add_rms_norm / swiglu, one program a row or a piece
+    projection -> qk_norm_rope_write -> q, and k and v in their pages
+    logits [N, v] -> pieces, each one sortable int64 -> top_pair -> choose_pair
 
 Each rounds where backends/cpu.py rounds. Views of a wider row cost no copy; no call waits for the
 device. Letters: T tokens (B slots x R rows) | n, m query and kv heads | d width | v vocabulary
@@ -54,30 +54,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
-def gated_output(out: Tensor, gate: Tensor) -> Tensor:
-    """out [.., c] * sigmoid(gate [.., c])."""
-    x, g = out.flatten(0, -2), gate.flatten(0, -2)
-    y = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    if y.numel():
-        width = x.shape[1]
-        grid = (x.shape[0], triton.cdiv(width, ROW_PIECE))
-        _gate_kernel[grid](
-            x, g, y, x.stride(0), g.stride(0),
-            D=width, BLOCK=ROW_PIECE, SILU=False, num_warps=2,
-        )  # fmt: skip
-    return y
-
-
-def qk_norm_rope(qk: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """qk [B, R, n+m, d] -> each head normed and its first 2r of d rotated, same shape.
-
-    scale [n+m, d] or [d] float32; cos, sin [B, R, 1, 2r] float32, NeoX halves.
-    """
-    out = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
-    _launch_qk(qk, None, scale, cos, sin, eps, None, out, out, out)
-    return out
-
-
 def qk_norm_rope_write(
     qk: Tensor,
     v: Tensor,
@@ -89,43 +65,37 @@ def qk_norm_rope_write(
     v_pages: Tensor,
     index: Tensor,
 ) -> Tensor:
-    """qk_norm_rope, its k heads and v [B, R, m, d] written to pages -> q [B, R, n, d].
-
-    k_pages, v_pages [P, page, m, d]; index [B, R] = page * page_tokens + offset.
-    """
-    heads = qk.shape[2] - v.shape[2]
-    q = torch.empty(*qk.shape[:2], heads, qk.shape[3], dtype=qk.dtype, device=qk.device)
-    _launch_qk(qk, v, scale, cos, sin, eps, index, q, k_pages, v_pages)
+    """As Ops.qk_norm_rope_write; pages must be contiguous. -> q [B, R, n, d]."""
+    kv, turn = v.shape[2], cos.shape[-1]
+    x, v = _headed(qk), _headed(v)
+    tokens, heads, d = x.shape
+    q = torch.empty(*qk.shape[:2], heads - kv, d, dtype=qk.dtype, device=qk.device)
+    if not tokens:
+        return q
+    _check_pages(k_pages, v_pages)
+    cos, sin = cos.reshape(-1, turn), sin.reshape(-1, turn)
+    _qk_kernel[(tokens, heads + kv)](
+        x, v, scale, cos, sin, index.reshape(-1), q, k_pages, v_pages,
+        x.stride(0), x.stride(1), v.stride(0), v.stride(1),
+        scale.stride(0), cos.stride(0), sin.stride(0),
+        k_pages.stride(1), k_pages.stride(2), eps,
+        HEADS=heads, KV=kv, D=d, TURN=turn, BLOCK=triton.next_power_of_2(d), num_warps=_warps(d),
+    )  # fmt: skip
     return q
-
-
-def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, index: Tensor) -> None:
-    """k, v [B, R, m, d] to pages [P, page, m, d] at index [B, R] = page * page_tokens + offset."""
-    k, v, index = k.flatten(0, 1), v.flatten(0, 1), index.reshape(-1)
-    tokens, heads, d = k.shape
-    if tokens:
-        _check_pages(k_pages, v_pages)
-        _write_kernel[(tokens, heads)](
-            k, v, index, k_pages, v_pages,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            k_pages.stride(1), k_pages.stride(2),
-            D=d, BLOCK=triton.next_power_of_2(d), num_warps=_warps(d),
-        )  # fmt: skip
-
-
-def top_row(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [N, v] -> (largest value [N] float32, its first index [N] int64); NaN is largest."""
-    num_rows = logits.shape[0]
-    value = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    index = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _launch_top(logits, value, index, 0, pair=False)
-    return value, index
 
 
 def top_pair(logits: Tensor, first_id: int) -> Tensor:
     """logits [N, v] of ids from `first_id` -> [N, 2] int32: the value's float32 bits, its id."""
-    pair = torch.empty(logits.shape[0], 2, dtype=torch.int32, device=logits.device)
-    _launch_top(logits, pair, pair, first_id, pair=True)
+    num_rows, width = logits.shape
+    pair = torch.empty(num_rows, 2, dtype=torch.int32, device=logits.device)
+    if not num_rows:
+        return pair
+    pieces = triton.cdiv(width, TOP_PIECE)
+    best = torch.empty(num_rows, pieces, dtype=torch.int64, device=logits.device)
+    _top_kernel[(pieces, num_rows)](logits, best, logits.stride(0), width, BLOCK=TOP_PIECE)
+    _top_last_kernel[(num_rows,)](
+        best, pair, first_id, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1
+    )
     return pair
 
 
@@ -174,49 +144,6 @@ def _launch_norm(
     )  # fmt: skip
 
 
-def _launch_qk(
-    qk: Tensor,
-    v: Tensor | None,
-    scale: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    index: Tensor | None,
-    out: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-) -> None:
-    if not qk.numel():
-        return
-    x, turn = _headed(qk), cos.shape[-1]
-    cos, sin = cos.reshape(-1, turn), sin.reshape(-1, turn)
-    tokens, heads, d = x.shape
-    kv = 0 if v is None else v.shape[2]
-    v3 = x if v is None else _headed(v)
-    if v is not None:
-        _check_pages(k_pages, v_pages)
-    _qk_kernel[(tokens, heads + kv)](
-        x, v3, scale, cos, sin, x if index is None else index.reshape(-1), out, k_pages, v_pages,
-        x.stride(0), x.stride(1), v3.stride(0), v3.stride(1),
-        scale.stride(0) if scale.dim() == 2 else 0, cos.stride(0), sin.stride(0),
-        k_pages.stride(1), k_pages.stride(2), eps,
-        HEADS=heads, KV=kv, D=d, TURN=turn, BLOCK=triton.next_power_of_2(d), num_warps=_warps(d),
-    )  # fmt: skip
-
-
-def _launch_top(logits: Tensor, value: Tensor, index: Tensor, first_id: int, pair: bool) -> None:
-    num_rows, width = logits.shape
-    if not num_rows:
-        return
-    pieces = triton.cdiv(width, TOP_PIECE)
-    best = torch.empty(num_rows, pieces, dtype=torch.int64, device=logits.device)
-    _top_kernel[(pieces, num_rows)](logits, best, logits.stride(0), width, BLOCK=TOP_PIECE)
-    _top_last_kernel[(num_rows,)](
-        best, value, index, first_id, pieces,
-        BLOCK=triton.next_power_of_2(pieces), PAIR=pair, num_warps=1,
-    )  # fmt: skip
-
-
 @triton.jit
 def _norm_kernel(
     x_ptr, residual_ptr, scale_ptr, y_ptr, total_ptr, heads,
@@ -245,18 +172,16 @@ def _norm_kernel(
 @triton.jit
 def _gate_kernel(
     x_ptr, gate_ptr, y_ptr, x_row, gate_row,
-    D: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x * sigmoid(gate), or x * gate * sigmoid(gate); the gate rounds before it multiplies."""
+    """x * silu(gate); the gate rounds before it multiplies."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < D
     dtype = y_ptr.dtype.element_ty
     gate = tl.load(gate_ptr + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.sigmoid(gate)
-    if SILU:
-        factor = gate * factor
+    factor = gate * tl.sigmoid(gate)
     y = x * factor.to(dtype).to(tl.float32)
     tl.store(y_ptr + row * D + at, y.to(dtype), mask=inside)
 
@@ -268,7 +193,7 @@ def _qk_kernel(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a head of a token: q and k normed and rotated, v (KV > 0) only moved."""
+    """One program a head of a token: q and k normed and rotated, v only moved."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < D
@@ -299,23 +224,6 @@ def _qk_kernel(
         place = tl.load(index_ptr + token).to(tl.int64) * page_token + kv * page_head
         v = tl.load(v_ptr + token * v_token + kv * v_head + at, mask=inside)
         tl.store(v_pages_ptr + place + at, v, mask=inside)
-
-
-@triton.jit
-def _write_kernel(
-    k_ptr, v_ptr, index_ptr, k_pages_ptr, v_pages_ptr,
-    k_token, k_head, v_token, v_head, page_token, page_head,
-    D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program a kv head of a token."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < D
-    k = tl.load(k_ptr + token * k_token + head * k_head + at, mask=inside)
-    v = tl.load(v_ptr + token * v_token + head * v_head + at, mask=inside)
-    place = tl.load(index_ptr + token).to(tl.int64) * page_token + head * page_head + at
-    tl.store(k_pages_ptr + place, k, mask=inside)
-    tl.store(v_pages_ptr + place, v, mask=inside)
 
 
 @triton.jit
@@ -351,20 +259,14 @@ def _top_kernel(x_ptr, best_ptr, x_row, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _top_last_kernel(
-    best_ptr, value_ptr, index_ptr, first_id, pieces, BLOCK: tl.constexpr, PAIR: tl.constexpr
-):
-    """The best of a row's pieces, as (value, index) or as one pair."""
+def _top_last_kernel(best_ptr, pair_ptr, first_id, pieces, BLOCK: tl.constexpr):
+    """The best of a row's pieces, as a pair."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     keys = tl.load(best_ptr + row.to(tl.int64) * pieces + at, mask=at < pieces, other=LOWEST)
     bits, index = _unsorted(tl.max(keys, 0))
-    if PAIR:
-        tl.store(value_ptr + row * 2, bits)
-        tl.store(value_ptr + row * 2 + 1, index + first_id)
-    else:
-        tl.store(value_ptr + row, bits.to(tl.float32, bitcast=True))
-        tl.store(index_ptr + row, index.to(tl.int64))
+    tl.store(pair_ptr + row * 2, bits)
+    tl.store(pair_ptr + row * 2 + 1, index + first_id)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ def test_prefill_tiles() -> None:
     """A chunk of many rows behind an earlier one, in several tiles."""
     arguments = filled([70, 50], 40, 4, 1, 32, 16)
     assert attention.split_work(2, 40, 4, 1, 80).tiles == 3
-    out = attention.paged_prefill(*(t.to(DEVICE) for t in arguments)).cpu()
+    out = attention.paged_attention(*(t.to(DEVICE) for t in arguments)).cpu()
     assert (out - defined(*arguments)).abs().max() < TOLERANCE[torch.float32]
 
 

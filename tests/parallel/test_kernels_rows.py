@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from parallel.backends.cpu import CpuOps
-from parallel.kernels import rows
+from parallel.kernels import place, rows
 
 OPS = CpuOps()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,13 +81,6 @@ def test_swiglu(dtype, shape) -> None:
     close(rows.swiglu(wide[..., : shape[-1]]), OPS.swiglu(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_output(dtype) -> None:
-    out, wide = rand(2, 3, 600, dtype=dtype), rand(2, 3, 700, seed=1, dtype=dtype) * 4
-    got = rows.gated_output(out.to(DEVICE), wide.to(DEVICE)[..., 100:])
-    close(got, out * torch.sigmoid(wide[..., 100:]))
-
-
 def rotated(x, cos, sin):
     width = cos.shape[-1]
     left, right = x[..., :width].chunk(2, -1)
@@ -110,13 +103,17 @@ def attention_inputs(dtype, b=2, r=3, n=4, m=2, d=64, turn=16):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "turn"), [(64, 16), (48, 48), (256, 64)])
 def test_qk_norm_rope(dtype, d, turn) -> None:
-    qk, _, scale, cos, sin, want = attention_inputs(dtype, d=d, turn=turn)
-    close(rows.qk_norm_rope(*on_device(qk, scale, cos, sin), EPS), want)
+    qk, v, scale, cos, sin, want = attention_inputs(dtype, d=d, turn=turn)
+    pages = on_device(torch.zeros(2, 4, 2, d, dtype=dtype), torch.zeros(2, 4, 2, d, dtype=dtype))
+    index = torch.arange(6).view(2, 3).to(DEVICE)
+    q = rows.qk_norm_rope_write(*on_device(qk, v, scale, cos, sin), EPS, *pages, index)
+    close(q, want[:, :, :4])
+    close(pages[0].flatten(0, 1)[:6].view(2, 3, 2, d), want[:, :, 4:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_writes_touch_their_own_places_only(dtype) -> None:
-    """Alone and fused with norm and rotary; pages NaN before, and NaN elsewhere after."""
+    """Pages are NaN before, and NaN elsewhere after."""
     n, m, d, page = 4, 2, 64, 4
     qk, v, scale, cos, sin, want = attention_inputs(dtype, n=n, m=m, d=d)
     index = torch.tensor([[9, 2, 23], [16, 17, 5]])
@@ -124,11 +121,6 @@ def test_writes_touch_their_own_places_only(dtype) -> None:
     expected = [empty.clone(), empty.clone()]
     defined = OPS.qk_norm_rope_write(qk, v, scale, cos, sin, EPS, *expected, index)
     assert torch.equal(defined, want[:, :, :n])
-
-    pages = on_device(empty.clone(), empty.clone())
-    rows.write_kv(*pages, *on_device(want[:, :, n:], v, index))
-    for got, right in zip(pages, expected):
-        assert torch.equal(got.cpu().nan_to_num(-99.0), right.nan_to_num(-99.0))
 
     k_pages, v_pages = on_device(empty.clone(), empty.clone())
     qk, v, scale, cos, sin, index = on_device(qk, v, scale, cos, sin, index)
@@ -139,18 +131,23 @@ def test_writes_touch_their_own_places_only(dtype) -> None:
     close(k_pages.nan_to_num(-99.0), expected[0].nan_to_num(-99.0))
 
 
+def top_of(logits):
+    """Value and index that top_pair names."""
+    bits, index = rows.top_pair(logits, 0).unbind(-1)
+    return bits.contiguous().view(torch.float32), index.long()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 5000), (7, 2048), (3, 4097), (2, 9), (40, 33)])
 def test_top_row(dtype, num_rows, width) -> None:
     """Few distinct values, so that nearly every row has ties; the wider row is a view."""
     logits = (rand(num_rows, width + 3, dtype=torch.float32).round() - 1).to(dtype)
     logits[:, width:] = 99.0
-    value, index = rows.top_row(logits.to(DEVICE)[:, :width])
+    value, index = top_of(logits.to(DEVICE)[:, :width])
     best = logits[:, :width].float().amax(-1)
     first = (logits[:, :width] == best[:, None].to(dtype)).int().argmax(-1)
     assert torch.equal(value.cpu(), best)
     assert torch.equal(index.cpu(), first)
-    assert index.dtype == torch.int64
 
 
 def test_top_row_of_odd_values() -> None:
@@ -163,7 +160,7 @@ def test_top_row_of_odd_values() -> None:
     logits[3, 7], logits[3, 2300] = inf, inf
     logits[4, 2050:] = -3.5
     logits[5, 99], logits[5, 98] = 1e-40, 0.0
-    value, index = rows.top_row(logits.to(DEVICE))
+    value, index = top_of(logits.to(DEVICE))
     assert index.tolist() == [0, 2100, 30, 7, 2050, 99, 0]
     want = torch.tensor([nan, nan, 0.0, inf, -3.5, 1e-40, -inf])
     assert torch.equal(value.cpu().nan_to_num(-99.0), want.nan_to_num(-99.0))
@@ -188,3 +185,17 @@ def test_pairs_name_the_first_best_of_all_ranks(size, num_rows) -> None:
     assert torch.equal(ids, first)
     values = gathered.cpu()[..., 0].contiguous().view(torch.float32).nan_to_num(99.0).amax(0)
     assert torch.equal(values, best.amax(-1))
+
+
+@pytest.mark.parametrize(("page_tokens", "num_rows"), [(4, 1), (16, 6)])
+def test_rows_are_placed_as_defined(page_tokens, num_rows) -> None:
+    """Negative and overlong positions, padding rows, a table that is a view."""
+    table = torch.randint(1, 50, (4, 9), generator=torch.Generator().manual_seed(0))
+    first = torch.tensor([-1, 0, 7, 6 * page_tokens - 2])
+    counts = torch.tensor([0, num_rows, 1, num_rows])
+    cos, sin = rand(6 * page_tokens + 1, 6), rand(6 * page_tokens + 1, 6, seed=1)
+    want = OPS.place_rows(first, counts, table[:, :7], cos, sin, num_rows, page_tokens)
+    first, counts, table, cos, sin = on_device(first, counts, table, cos, sin)
+    got = place.place_rows(first, counts, table[:, :7], cos, sin, num_rows, page_tokens)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one.cpu(), other)
