@@ -196,15 +196,29 @@ def test_every_thread_of_a_rank_is_pinned_to_its_cpus_at_nice_0(engine: Engine):
         assert rank["nice"] == 0
 
 
+@ray.remote(num_cpus=0)
+class Bare:
+    """A Ray actor that does nothing: its worker's loop wakes a hundred times a second."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
 @pytest.mark.ray
 def test_an_idle_engine_uses_next_to_no_cpu(engine: Engine):
+    """Under 2 % of a core for ranks and driver together, beyond the loop of a bare Ray worker.
+
+    On a slow host that loop alone takes more than 1 %; the driver has it, the ranks do not.
+    """
     pids = [*rank_pids(engine), engine.stats()["driver"]["pid"]]
+    bare: Any = Bare.remote()
+    idle = ray.get(bare.pid.remote())
     windows = []
     while len(windows) < 4 and min(windows, default=1.0) >= 0.02:  # others may disturb a window
-        before = sum(map(cpu_s, pids))
+        before = sum(map(cpu_s, pids)) - cpu_s(idle)
         time.sleep(5)
-        windows.append((sum(map(cpu_s, pids)) - before) / 5)
-    # Of one core, all processes together; Ray's own worker loop in the driver is half of it.
+        windows.append((sum(map(cpu_s, pids)) - cpu_s(idle) - before) / 5)
+    ray.kill(bare)
     assert min(windows) < 0.02, windows
 
 
