@@ -35,6 +35,8 @@ class Slot:
     prefilled: int = 0
     emitted: int = 0
     last: int = -1
+    promised: int = 0
+    """Results under way; each brings one token at least."""
     waiting: int = 0
     """Rows of its last verify pass; 0 right after prefill."""
 
@@ -49,6 +51,11 @@ class Slot:
     @property
     def remaining(self) -> int:
         return self.join.sampling.max_tokens - self.emitted
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that what is under way does not bring for certain."""
+        return self.remaining - self.promised
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +200,10 @@ class Runner:
     def _launch(self) -> Launched:
         first, first_of = self._launch_prefill()
         fetched = None if first is None else self.device.fetch([first])
-        held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.remaining > 0]
+        held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.wanted > 0]
         if not held:
             return Launched(fetched, first_of, None, [], [])
-        limits = [min(s.draft_tokens, s.remaining - 1) for s in held]
+        limits = [min(s.draft_tokens, s.wanted - 1) for s in held]
         batch = self._batch(held, limits)
         if batch.sampled is None:
             key = (len(batch.slots), batch.num_drafts)
@@ -205,6 +212,7 @@ class Runner:
             results = self.iteration.iterate(batch)
         for slot in held:
             slot.waiting = batch.num_drafts + 1
+            slot.promised += 1
         return Launched(fetched, first_of, self.device.fetch(results), held, limits)
 
     def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
@@ -278,6 +286,8 @@ class Runner:
         first, ending = self._prefill(taken, width)
         for slot, count in taken:
             slot.prefilled += count
+        for slot in ending:
+            slot.promised += 1
         return first, ending
 
     def _prefill(
@@ -364,6 +374,7 @@ class Runner:
         join = slot.join
         if self._tenant(join.slot) != join.request:
             return []
+        slot.promised -= 1
         tokens = tokens[: slot.remaining]
         stop = next((i for i, t in enumerate(tokens) if t in join.sampling.stop_ids), None)
         if stop is not None:

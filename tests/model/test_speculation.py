@@ -203,6 +203,18 @@ def test_a_step_without_drafts_after_all_were_kept(folder, off) -> None:
     assert out.tokens == off(prompt)[:10]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+def test_no_draft_is_made_that_could_not_be_kept(folder, off, max_tokens: int) -> None:
+    """The first token counts before it is read, so the iteration beside it drafts for the rest."""
+    engine = team(folder, 3)
+    prompt = prompt_of(9)
+    force(engine, off, [prompt], PATTERNS["all"])
+    out = engine.generate([(prompt, Sampling(max_tokens=max_tokens))])[0]
+    assert out.tokens == off(prompt)[:max_tokens]
+    kept, drafted, accepted = predicted(PATTERNS["all"], max_tokens, 3)
+    assert (out.kept, out.drafted, out.accepted) == (kept, drafted, accepted)
+
+
 @pytest.mark.parametrize("draft_tokens", [0, 1, 3, 5])
 def test_max_tokens_is_exact(folder, off, draft_tokens: int) -> None:
     engine = team(folder, draft_tokens)
