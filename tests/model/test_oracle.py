@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from model.config import RunConfig, load_config
-from model.iteration import Batch, Chunk, Iteration
+from model.iteration import Iteration
 from model.step import Join, Sampling
 from model.weights import load
-from parallel.device import open_device
-from parallel.group import alone, threads
 from tests import checkpoints
 from tests.ranks import Team
 
@@ -176,11 +174,3 @@ def test_shares_put_together_are_the_whole_checkpoint(tmp_path: Path, size: int)
         whole = sum(share[plain].double().sum().item() for share in shares)
         copies = 1 if shares[0][plain].shape != tensor.shape else size
         assert whole == pytest.approx(copies * tensor.double().sum().item(), abs=1e-6), name
-
-
-def test_batch_and_chunk_are_data() -> None:
-    """The seams that a backend replays are plain tensors and ints."""
-    assert {"slots", "limits", "num_drafts"} <= set(Batch.__dataclass_fields__)
-    assert {"slots", "tokens", "counts"} <= set(Chunk.__dataclass_fields__)
-    assert open_device("cpu", 0, alone()).tp.size == 1
-    assert [g.rank for g in threads(3)] == [0, 1, 2]
