@@ -113,7 +113,7 @@ class Runner:
                 self._rehearse(size, 1)
 
     def _rehearse(self, num_slots: int, prompt: int) -> None:
-        """One iteration's worth of tokens for some slots, on pages that are given back."""
+        """A prefill and a few iterations of some slots, on pages that nobody holds yet."""
         run = self.run
         prompt = min(prompt, run.max_model_len - 1)
         how = Sampling(max_tokens=min(2 * run.draft_tokens + 2, run.max_model_len - prompt))

@@ -64,7 +64,7 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = work()
         except RuntimeError as error:
-            raise CaptureError(f"iteration {key} cannot be captured: {error}") from error
+            raise CaptureError(f"the work {key} cannot be captured: {error}") from error
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, outputs)
         return graph, outputs
