@@ -1,26 +1,19 @@
 """The engine's head: admits requests, sends orders to the ranks, hands tokens to whoever waits.
 
     submit(Request) -> Handle ... scheduler.admit -> Orders -> ranks -> StepEvent -> Handle -> Chunk
-Plain asyncio: an actor, a Serve replica or a test hosts it. It never waits for a rank within an
-iteration. When the ranks die, or stand still for watchdog_s while there is work, it kills them all
-and every open request ends with EngineDeadError. The scheduler keeps prompt and emitted tokens of
-each request, so that fresh ranks could go on from there.
+Plain asyncio: a DriverActor, a Serve replica or a test hosts it. It never waits for a rank within
+an iteration. When the ranks die, or stand still for watchdog_s while there is work, it kills them
+all and every open request ends with EngineDeadError. The scheduler keeps prompt and emitted tokens
+of each request, so that fresh ranks could go on from there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
-
-import ray
-from ray.util.placement_group import PlacementGroup
 
 from actors.messages import (
     Chunk,
@@ -33,12 +26,9 @@ from actors.messages import (
     RequestError,
     RequestStats,
 )
-from actors.ranks import RankGroup, Ranks
+from actors.ranks import Ranks
 from actors.scheduler import Entry, Limits, Scheduler
-from actors.spec import Spec
-from model.config import RunConfig
 from model.step import Join, Leave, Progress, Sampling, StepEvent
-from parallel.affinity import pin_process
 
 log = logging.getLogger(__name__)
 ORDER_TOKENS = 1 << 20
@@ -416,71 +406,3 @@ class Driver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await finish()
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriverSetup:
-    """All that a DriverActor is told."""
-
-    spec: Spec
-    run: RunConfig
-    limits: Limits
-    placement: PlacementGroup
-    name: str
-
-
-@ray.remote
-class DriverActor:
-    """Driver in a Ray worker process of its own, for scripts and jobs. Owns the rank actors."""
-
-    _ranks: RankGroup
-    _driver: Driver
-
-    async def start(self, setup: DriverSetup) -> list[str]:
-        """Returns when requests may come, with what the user should be warned of."""
-        spec = setup.spec
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            cpus, mine = spec.rank_cpu_sets(), spec.driver_cpu_set()
-        if mine is not None:
-            pin_process(mine)
-        self._ranks = RankGroup(spec, setup.run, setup.placement, cpus=cpus, name=setup.name)
-        self._driver = Driver(
-            setup.limits,
-            self._ranks,
-            watchdog_s=spec.ray.watchdog_s,
-            load_text=lambda: load_text(Path(setup.run.model_dir)),
-        )
-        await self._driver.start()
-        return [str(warning.message) for warning in caught] + self._ranks.notes()
-
-    async def progress(self) -> tuple[int, int]:
-        """Bytes loaded and to load, over all ranks; zeros before they know."""
-        return self._ranks.loaded_bytes if hasattr(self, "_ranks") else (0, 0)
-
-    async def generate(self, requests: list[Request]) -> list[Completion]:
-        return await self._driver.generate(requests)
-
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        async for chunk in self._driver.submit(request):
-            yield chunk
-
-    async def abort(self, keys: list[str]) -> None:
-        for key in keys:
-            self._driver.abort(key)
-
-    async def stats(self) -> dict[str, Any]:
-        return self._driver.stats() | {
-            "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
-            "ranks": self._ranks.stats(),
-        }
-
-    async def close(self) -> None:
-        await self._driver.close()
-
-
-def load_text(model_dir: Path) -> Text | None:
-    """The checkpoint's tokenizer, or None where it has none (then prompts are token ids)."""
-    from model.text import Tokenizer
-
-    return Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None

@@ -1,7 +1,7 @@
 """The Python API: one Engine is one model on its ranks, from first check to last process.
 
     from_config: cluster.yaml -> Spec -> checkpoint headers -> Ray -> DriverActor -> ranks
-    generate, stream, stats: calls of the DriverActor          close: undoes from_config, in reverse
+    generate, stream, stats: over a Line to the driver         close: undoes from_config, in reverse
 Everything a user can get wrong in file or checkpoint is checked before Ray starts. A cluster that
 this process is connected to (a job, an actor) is used and left running.
 """
@@ -9,19 +9,20 @@ this process is connected to (a job, an actor) is used and left running.
 from __future__ import annotations
 
 import contextlib
+import operator
 import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.driver import DriverActor, DriverSetup
+from actors.desk import DriverActor, DriverSetup, Line
 from actors.messages import (
     Chunk,
     Completion,
@@ -41,8 +42,6 @@ from model.step import Sampling
 __all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
 
 CLOSE_TIMEOUT_S = 30.0
-MAX_CALLS = 4096
-"""Calls of a driver that may wait at a time; more queue up in Ray."""
 POLL_S = 0.2
 """Between two looks at the loading progress."""
 
@@ -61,7 +60,10 @@ class Engine:
         self.run = run
         self._cluster = cluster
         self._placement = placement
-        self._driver = driver
+        self._driver: Any = driver
+        self._call: Any = None
+        """The driver's long call under way: start, then run."""
+        self._line: Line | None = None
 
     @classmethod
     def from_config(
@@ -103,7 +105,7 @@ class Engine:
         options = bundle_options(
             placement, len(wanted) - 1, wanted[-1], name=f"{name}:driver", env={}
         )
-        driver: Any = DriverActor.options(max_concurrency=MAX_CALLS, **options).remote()
+        driver: Any = cast(Any, DriverActor).options(**options).remote()
         engine = cls(spec, run, cluster, placement, driver)
         setup = DriverSetup(
             spec=spec,
@@ -114,15 +116,24 @@ class Engine:
         )
         try:
             with _progress(on_progress) as report:
-                started = driver.start.remote(setup)
-                while report and not ray.wait([started], timeout=POLL_S)[0]:
-                    report(*_get(driver.progress.remote()))
-                for note in _get(started):
+                for note in engine._open(setup, report):
                     warnings.warn(note, stacklevel=3)
         except BaseException:
             engine.close()
             raise
         return engine
+
+    def _open(self, setup: DriverSetup, report: OnProgress | None) -> list[str]:
+        """The line to the driver, then its start; returns what the user should be warned of."""
+        node = ray.get_runtime_context().get_node_id()
+        self._line = line = Line(_get(self._driver.open.remote(node)))
+        self._call = self._driver.start.remote(setup)
+        while report and not ray.wait([self._call], timeout=POLL_S)[0]:
+            report(*line.loaded)
+        notes = _get(self._call)
+        self._call = self._driver.run.remote()
+        line.watch(self._call.future())
+        return notes
 
     def generate(
         self,
@@ -141,20 +152,18 @@ class Engine:
             for prompt, one in zip(texts, settings, strict=True)
         ]
         with self._aborting(requests):
-            return _get(self._open_driver().generate.remote(requests))
+            return self._open_line().generate(requests)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Chunk]:
         """Answer one prompt piece by piece. Dropping the iterator aborts the request."""
         (only,) = _as_prompts(prompt)
         request = Request(prompt=only, sampling=sampling or Sampling(), key=secrets.token_hex(8))
         with self._aborting([request]):
-            stream = self._open_driver().stream.options(num_returns="streaming").remote(request)
-            for ref in stream:
-                yield _get(ref)
+            yield from self._open_line().stream(request)
 
     def stats(self) -> dict[str, Any]:
         """Sums over all requests since the start, queue and cache, and a dict per rank."""
-        return _get(self._open_driver().stats.remote())
+        return self._open_line().stats()
 
     def close(self) -> None:
         """End ranks, driver and a private cluster; open requests fail. Twice does no harm."""
@@ -162,11 +171,15 @@ class Engine:
         if driver is None:
             return
         if ray.is_initialized():
-            with contextlib.suppress(RayError):
-                ray.get(driver.close.remote(), timeout=CLOSE_TIMEOUT_S)
+            if self._line is not None and self._call is not None:
+                self._line.stop()
+                with contextlib.suppress(RayError):
+                    ray.get(self._call, timeout=CLOSE_TIMEOUT_S)
             with contextlib.suppress(RayError):
                 ray.kill(driver)
             remove_placement_group(self._placement)
+        if self._line is not None:
+            self._line.close()
         self._cluster.close()
 
     def __enter__(self) -> Engine:
@@ -180,10 +193,10 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _open_driver(self) -> Any:
-        if self._driver is None:
+    def _open_line(self) -> Line:
+        if self._driver is None or self._line is None:
             raise EngineClosedError("the engine is closed")
-        return self._driver
+        return self._line
 
     @contextlib.contextmanager
     def _aborting(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -191,8 +204,8 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            if self._driver is not None and not isinstance(error, (RequestError, EngineDeadError)):
-                self._driver.abort.remote([request.key for request in requests])
+            if self._line is not None and not isinstance(error, (RequestError, EngineDeadError)):
+                self._line.abort([request.key for request in requests])
             raise
 
 
@@ -214,13 +227,26 @@ def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    texts = [item for item in prompts if not isinstance(item, int)]
+    ids = [item for item in prompts if not isinstance(item, (str, Sequence))]
+    texts = [item for item in prompts if isinstance(item, (str, Sequence))]
     if ids and texts:
         raise RequestError(f"prompts mix token ids ({ids[0]}, ...) with whole prompts")
     if not texts:  # [] too: an empty prompt, which the driver refuses
-        return [ids]
-    return [text if isinstance(text, str) else list(text) for text in texts]
+        return [_as_ids(ids)]
+    return [text if isinstance(text, str) else _as_ids(text) for text in texts]
+
+
+def _as_ids(items: Sequence[object]) -> list[int]:
+    """Any integers, numpy's too."""
+    ids = []
+    for index, item in enumerate(items):
+        try:
+            ids.append(operator.index(cast(SupportsIndex, item)))
+        except TypeError:
+            raise RequestError(
+                f"prompt token {item!r} at index {index}: token ids are integers"
+            ) from None
+    return ids
 
 
 def _as_samplings(

@@ -1,8 +1,8 @@
 """What the actors say to each other: requests and answers, orders, errors, and the wire.
 
-    Engine -- Request --> Driver -- Orders --> leader -- Plan --> followers
-    Engine <-- Chunk, Completion -- Driver <-- StepEvent -- leader
-Orders, Plan and StepEvent travel as msgpack over zmq PAIR sockets (`Wire`), everything else by Ray.
+    Engine -- Ask --> Driver -- Orders --> leader -- Plan --> followers
+    Engine <-- Reply -- Driver <-- StepEvent -- leader
+All of these travel as msgpack over zmq PAIR sockets (`Wire`), birth and death by Ray.
 A wire lives for one epoch of the ranks (one life of the group): its address is new each time, so a
 message of a dead epoch has no way to arrive and needs no number.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import traceback
 from asyncio import Future
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from model.step import Join, Leave, Sampling
 T = TypeVar("T")
 
 WIRE_LIMIT_BYTES = 64 << 20
-"""No message is larger: a peer that sends more is cut off."""
+"""No message to or from a rank is larger: a peer that sends more is cut off."""
 LINGER_MS = 200
 """How long a closed socket still tries to deliver."""
 
@@ -109,6 +110,64 @@ class Chunk:
     stats: RequestStats | None = None
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """One of the errors above, on its way to the caller."""
+
+    kind: str
+    message: str
+    detail: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        kind = type(error).__name__
+        if kind in ERRORS:
+            return cls(kind=kind, message=str(error), detail=getattr(error, "detail", ""))
+        trace = "".join(traceback.format_exception(error))
+        return cls(EngineDeadError.__name__, f"the driver failed: {kind}: {error}", trace)
+
+    def error(self) -> Exception:
+        kind = ERRORS[self.kind]
+        if issubclass(kind, EngineDeadError):
+            return kind(self.message, self.detail)
+        return kind(self.message)
+
+
+ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        RequestError,
+        QueueFullError,
+        EngineDeadError,
+        EngineClosedError,
+        RequestAbortedError,
+    )
+}
+
+
+class Ask(msgspec.Struct, kw_only=True):
+    """One call of an Engine: requests to answer whole or in pieces, stats, aborts, or the end."""
+
+    call: int = 0
+    """Its number, on every Reply to it; 0 wants none."""
+    requests: list[Request] = []
+    pieces: bool = False
+    """The one request is answered Chunk by Chunk."""
+    stats: bool = False
+    abort: list[str] = []
+    stop: bool = False
+
+
+class Reply(msgspec.Struct, kw_only=True, frozen=True):
+    """One of: all completions, a chunk, stats, a failure; or, unasked, how far loading is."""
+
+    call: int
+    completions: list[Completion] = []
+    chunk: Chunk | None = None
+    stats: dict[str, Any] | None = None
+    failure: Failure | None = None
+    loaded: tuple[int, int] | None = None
+
+
 class Hello(msgspec.Struct, frozen=True):
     """First message each way: both ends of a wire belong to this epoch."""
 
@@ -148,8 +207,12 @@ class Postbox:
     peers are connected (the connections stay), so that even SIGKILL leaves nothing behind.
     """
 
-    def __init__(self, context: zmq.Context | None = None) -> None:
+    def __init__(
+        self, context: zmq.Context | None = None, limit_bytes: int = WIRE_LIMIT_BYTES
+    ) -> None:
+        """limit_bytes: of a message that comes in; -1: none."""
         self.context: zmq.Context[Any] = context or zmq.Context(io_threads=1)
+        self._limit_bytes = limit_bytes
         self._folder: str | None = None
         self._sockets: list[zmq.Socket[Any]] = []
 
@@ -161,12 +224,12 @@ class Postbox:
                 self._folder = tempfile.mkdtemp(prefix="outrider-")
             endpoint = f"ipc://{self._folder}/{os.urandom(8).hex()}"
             socket.bind(endpoint)
-            return Wire(socket), Address(endpoint=endpoint)
+            return Wire(socket, self._limit_bytes), Address(endpoint=endpoint)
         public, secret = zmq.curve_keypair()
         socket.curve_server = True
         socket.curve_secretkey = secret
         socket.bind(f"tcp://{host}:*")
-        return Wire(socket), Address(
+        return Wire(socket, self._limit_bytes), Address(
             endpoint=socket.getsockopt_string(zmq.LAST_ENDPOINT), secret=public
         )
 
@@ -177,7 +240,7 @@ class Postbox:
             socket.curve_serverkey = address.secret
             socket.curve_publickey, socket.curve_secretkey = public, secret
         socket.connect(address.endpoint)
-        return Wire(socket)
+        return Wire(socket, self._limit_bytes)
 
     def hide(self) -> None:
         if self._folder is not None:
@@ -197,7 +260,7 @@ class Postbox:
 
     def _socket(self) -> zmq.Socket[Any]:
         socket = self.context.socket(zmq.PAIR)
-        socket.setsockopt(zmq.MAXMSGSIZE, WIRE_LIMIT_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._limit_bytes)
         # Memory is bounded by the work under way (slots x tokens); a full queue would stall ranks.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -206,18 +269,19 @@ class Postbox:
 
 
 class Wire:
-    """One end of a connection: typed messages, in order, each at most WIRE_LIMIT_BYTES."""
+    """One end of a connection: typed messages, in order, each at most `limit_bytes` if not -1."""
 
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
+    def __init__(self, socket: zmq.Socket[Any], limit_bytes: int = WIRE_LIMIT_BYTES) -> None:
         self.socket = socket
+        self._limit_bytes = limit_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
     def send(self, message: msgspec.Struct) -> None:
         """Never blocks. ConnectionError when the other end is gone."""
         data = self._encoder.encode(message)
-        if len(data) > WIRE_LIMIT_BYTES:
-            raise ValueError(f"message of {len(data)} bytes: a wire takes {WIRE_LIMIT_BYTES}")
+        if len(data) > self._limit_bytes > 0:
+            raise ValueError(f"message of {len(data)} bytes: this wire takes {self._limit_bytes}")
         try:
             sent = self.socket.send(data, zmq.NOBLOCK)
             if isinstance(sent, Future):  # of a zmq.asyncio socket: done at once

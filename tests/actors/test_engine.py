@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,30 +195,44 @@ def test_every_thread_of_a_rank_is_pinned_to_its_cpus_at_nice_0(engine: Engine):
         assert rank["nice"] == 0
 
 
-@ray.remote(num_cpus=0)
-class Bare:
-    """A Ray actor that does nothing: its worker's loop wakes a hundred times a second."""
-
-    def pid(self) -> int:
-        return os.getpid()
+@pytest.mark.ray
+def test_an_idle_engine_uses_under_2_percent_of_a_core(engine: Engine):
+    """Ranks and driver together. Each holds its worker's main thread, so nothing of Ray polls."""
+    pids = [*rank_pids(engine), engine.stats()["driver"]["pid"]]
+    windows = []
+    while len(windows) < 4 and min(windows, default=1.0) >= 0.02:  # others may disturb a window
+        before = sum(map(cpu_s, pids))
+        time.sleep(5)
+        windows.append((sum(map(cpu_s, pids)) - before) / 5)
+    assert min(windows) < 0.02, windows
 
 
 @pytest.mark.ray
-def test_an_idle_engine_uses_next_to_no_cpu(engine: Engine):
-    """Under 2 % of a core for ranks and driver together, beyond the loop of a bare Ray worker.
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [([["x"]], Sampling()), ([1.5], Sampling()), ([1], Sampling(max_tokens=2.5))],  # type: ignore[arg-type]
+)
+def test_a_request_of_wrong_types_is_refused_and_harms_nobody(
+    engine: Engine, prompt: Any, sampling: Sampling
+):
+    with pytest.raises(RequestError):
+        engine.generate(prompt, sampling)
+    assert engine.generate([5], Sampling(max_tokens=2))
 
-    On a slow host that loop alone takes more than 1 %; the driver has it, the ranks do not.
-    """
-    pids = [*rank_pids(engine), engine.stats()["driver"]["pid"]]
-    bare: Any = Bare.remote()
-    idle = ray.get(bare.pid.remote())
-    windows = []
-    while len(windows) < 4 and min(windows, default=1.0) >= 0.02:  # others may disturb a window
-        before = sum(map(cpu_s, pids)) - cpu_s(idle)
-        time.sleep(5)
-        windows.append((sum(map(cpu_s, pids)) - cpu_s(idle) - before) / 5)
-    ray.kill(bare)
-    assert min(windows) < 0.02, windows
+
+@pytest.mark.ray
+def test_calls_from_many_threads_share_one_line(engine: Engine):
+    def one(start: int) -> list[int]:
+        how = Sampling(max_tokens=30, ignore_eos=True)
+        if start % 2:
+            chunks = engine.stream([start], how)
+            return [token for chunk in chunks for token in chunk.token_ids]
+        return engine.generate([start], how)[0].token_ids
+
+    with ThreadPoolExecutor(16) as pool:
+        outputs = list(pool.map(one, range(3, 35)))
+    for start, tokens in zip(range(3, 35), outputs, strict=True):
+        assert tokens == planted.expected_counts(CHAIN, start, 30, draft_tokens=5).tokens
 
 
 @pytest.mark.ray

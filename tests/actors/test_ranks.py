@@ -248,12 +248,11 @@ def test_a_wire_between_machines_is_sealed_with_a_key_told_beforehand():
     ours.close()
 
 
-def test_a_wire_takes_no_message_above_its_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("actors.messages.WIRE_LIMIT_BYTES", 1000)
-    ours, theirs = Postbox(), Postbox()
+def test_a_wire_takes_no_message_above_its_limit():
+    ours, theirs = Postbox(limit_bytes=1000), Postbox(limit_bytes=1000)
     wire, address = ours.listen(None)
     other = theirs.connect(address)
-    with pytest.raises(ValueError, match="a wire takes 1000"):
+    with pytest.raises(ValueError, match="this wire takes 1000"):
         other.send(Orders(commands=[join(0, 0, prompt=[1] * 2000)]))
     other.socket.send(b"x" * 2000)
     with pytest.raises(TimeoutError):
