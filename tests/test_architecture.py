@@ -40,7 +40,7 @@ ENVIRONMENT_HOMES = {
 CLUSTER_FILE_READER = "actors/spec.py"
 BROAD_EXCEPTS = {
     "actors/cli.py::main": "outermost frame: one line on stderr and an exit code for any error",
-    "actors/driver.py::_guard": "outermost frame of background tasks: logs, and ends the engine",
+    "actors/desk.py::_answer": "the outermost frame of a call: its caller waits for the error",
     "tests/ranks.py::body": "a thread hands its exception to the test, which raises it",
 }
 """path::function -> why it may swallow an exception it cannot name."""
