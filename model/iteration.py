@@ -19,9 +19,8 @@ from model.config import ModelConfig, RunConfig
 from model.mtp import MtpDraft
 from model.qwen3_5 import Qwen35
 from model.slots import SlotTensors
-from model.verify import accept
 from model.weights import head_share
-from parallel.device import Device
+from parallel.device import Device, Recalled
 from parallel.vocab import Fp8Head, LMHead
 
 
@@ -74,8 +73,8 @@ class Drafter(Protocol):
         """See prompt rows with the target's hiddens [B, T, H]."""
         ...
 
-    def propose(self, batch: Batch) -> Tensor:
-        """-> drafts [B, K] int64, the same on every rank."""
+    def propose(self, batch: Batch, at: Recalled) -> Tensor:
+        """at: where the batch's slots stand -> drafts [B, K] int64, the same on every rank."""
         ...
 
 
@@ -90,21 +89,19 @@ class MtpDrafter:
         rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
         self.draft(hidden, chunk.following, rows)
 
-    def propose(self, batch: Batch) -> Tensor:
+    def propose(self, batch: Batch, at: Recalled) -> Tensor:
         """Pass 0 always runs: it refreshes the draft's KV even when nothing is drafted."""
         state, slots = self.slots, batch.slots
-        kept, length = state.kept[slots], state.length[slots]
-        table = state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length - kept, kept, batch.width, table)
-        m = self.draft(state.hidden[slots, : batch.width], state.fresh[slots, : batch.width], rows)
+        rows = state.rows(slots, at.start, at.kept, batch.width, at.table)
+        m = self.draft(at.hidden, at.fresh, rows)
         if not batch.num_drafts:
             return slots.new_empty(len(slots), 0)
-        last = (kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
+        last = (at.kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
         m = m.gather(1, last)  # [B, 1, H]
         drafts = [self.head.greedy(m.squeeze(1))]
-        one = torch.ones_like(kept)
+        one = state.ones[: len(slots)]
         for i in range(1, batch.num_drafts):
-            rows = state.rows(slots, length + (i - 1), one, 1, table)
+            rows = state.rows(slots, at.length, one, 1, at.table, shift=i - 1)
             m = self.draft(m, drafts[-1].unsqueeze(1), rows)
             drafts.append(self.head.greedy(m.squeeze(1)))
         return torch.stack(drafts, 1)
@@ -120,6 +117,7 @@ class Iteration:
         self.device, self.run = device, run
         self.slots = SlotTensors(model, run, device)
         self.states = GdnStates(model, run, device)
+        self.memory = self.slots.memory(fold=self.states.kept)
         heads = model.attention
         self.pages = KvPages(
             len(model.full_layers), heads.kv_heads_of(size), heads.head_dim, run, device
@@ -185,24 +183,26 @@ class Iteration:
 
     def iterate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]]."""
-        state, slots, k = self.slots, batch.slots, batch.num_drafts
+        slots, ops, k = batch.slots, self.device.ops, batch.num_drafts
+        table = self.slots.block_table[:, : batch.num_pages]
+        at = ops.recall(slots, self.memory, table, batch.width)
         if self.drafter:
-            drafts = self.drafter.propose(batch)
+            drafts = self.drafter.propose(batch, at)
         else:
             drafts = slots.new_empty(len(slots), 0)
-        length, table = state.length[slots], state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length, batch.limits + 1, k + 1, table, waiting=batch.waiting)
-        tokens = torch.cat((state.last[slots].unsqueeze(1), drafts), 1)
-        hidden = self.target(tokens, rows)
-        targets = self._pick(hidden, batch, length)
-        kept = accept(drafts, targets, batch.limits)
-        self.states.commit(slots, kept)
-        state.length[slots] = length + kept
-        state.kept[slots] = kept
-        state.last[slots] = targets.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)
-        if self.drafter:
-            state.fresh[slots, : k + 1] = targets
-            state.hidden[slots, : k + 1] = hidden
+        rows = self.slots.rows(
+            slots,
+            at.length,
+            batch.limits,
+            k + 1,
+            at.table,
+            more=1,
+            fold=at.fold,
+            waiting=batch.waiting,
+        )
+        hidden = self.target(torch.cat((at.last.unsqueeze(1), drafts), 1), rows)
+        targets = self._pick(hidden, batch, at.length)
+        kept = ops.accept_commit(slots, drafts, targets, batch.limits, hidden, self.memory)
         return targets, kept
 
     def _pick(self, hidden: Tensor, batch: Batch, length: Tensor) -> Tensor:
