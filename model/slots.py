@@ -64,7 +64,7 @@ class SlotTensors:
         self.length[slot], self.kept[slot] = 0, 1
         pages = torch.tensor(join.pages, dtype=torch.int64)
         self.block_table[slot].fill_(NULL_PAGE)
-        self.block_table[slot, : len(join.pages)] = pages.to(self.block_table.device)
+        self.block_table[slot, : len(join.pages)] = self.device.send(pages)
         self.seed[slot], self.top_k[slot] = how.seed or 0, how.top_k
         self.temperature[slot] = how.temperature
         self.top_p[slot], self.min_p[slot] = how.top_p, how.min_p

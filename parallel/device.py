@@ -352,6 +352,12 @@ class Device:
         event.record()
         return Fetched(copies, event)
 
+    def send(self, values: Tensor) -> Tensor:
+        """A CPU tensor on the device, behind what is enqueued now; nothing waits here."""
+        if self.torch_device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.torch_device, non_blocking=True)
+
     def local(self) -> Device:
         """The same device with a group of one: for modules that every rank holds whole."""
         return replace(self, tp=alone())

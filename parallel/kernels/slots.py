@@ -168,8 +168,8 @@ def _recall_kernel(
         tl.store(numbers + 2 * batch + b, rows_kept)
         tl.store(numbers + 3 * batch + b, tl.load(fold + slot))
         tl.store(numbers + 4 * batch + b, rows_held - rows_kept)
-        for first in tl.range(0, num_pages, PAGES):
-            page = first + tl.arange(0, PAGES)
+        for start in tl.range(0, num_pages, PAGES):
+            page = start + tl.arange(0, PAGES)
             inside = page < num_pages
             number = tl.load(table + slot * table_s + page, mask=inside)
             tl.store(table_out + b * num_pages + page, number, mask=inside)

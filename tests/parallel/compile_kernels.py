@@ -77,7 +77,7 @@ def passes(batch: int, num_rows: int) -> None:
     where = place.place_rows(
         ints(batch), ints(batch), ints(batch, PAGES), turn, turn, num_rows, PAGE
     )
-    positions, index, cos, sin = where
+    positions, index, cos, sin, _ = where
     for n, m in ((4, 1), (8, 2)):
         pages = bf16(100, PAGE, m, D)
         proj = bf16(batch, num_rows, (2 * n + 2 * m) * D)

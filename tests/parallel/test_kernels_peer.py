@@ -22,7 +22,7 @@ from parallel.kernels.rows import top_keys
 from tests.parallel.test_kernels_rows import DEVICE, EPS, close, rand
 
 ROWS, WORDS = 8, 64
-SHAPES = [(1, 1, 128), (2, 3, 100), (8, 16), (1, 128), (3, 2, 64)]
+SHAPES = [(1, 1, 128), (2, 3, 100), (8, 128)]
 VOCABULARY = 5000
 
 
@@ -41,8 +41,8 @@ def case(rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
     """part, residual and scale of one call; a NaN and an infinity must come through as well."""
     shape = SHAPES[turn % len(SHAPES)]
     part = rand(*shape, seed=10 * turn + rank, dtype=torch.bfloat16)
-    if turn == 3:
-        part[0, 5] = float("inf")
+    if turn == 2:
+        part[3, 5] = float("inf")
     return part, rand(*shape, seed=turn, dtype=torch.bfloat16), rand(shape[-1], seed=turn)
 
 
@@ -116,7 +116,7 @@ def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
         total = torch.stack(parts).float().sum(0).to(torch.bfloat16)
         want = ops.add_rms_norm(total, residual, scale, EPS)
         finite = want[1].isfinite().all(-1)
-        assert finite.all() or turn == 3
+        assert finite.all() or turn == 2
         for expected in want:
             close(next(results).to(torch.bfloat16)[finite], expected[finite])
         if turn % 2:
