@@ -120,6 +120,7 @@ class Handle:
         return Chunk(
             token_ids=tokens,
             text=text,
+            at_s=self._last_s - self._submitted_s,
             finish_reason=finish,
             stats=self.stats() if self._ended else None,
         )
@@ -152,6 +153,7 @@ class Handle:
             accepted_per_position=list(tally.per_position),
             ttft_s=self._first_s - self._submitted_s,
             tpot_s=(self._last_s - self._first_s) / after if after else 0.0,
+            e2e_s=self._last_s - self._submitted_s,
         )
 
     def _decode(self, tokens: list[int], finish: str | None) -> str:

@@ -255,6 +255,7 @@ class Rank:
             "cpus": sorted(os.sched_getaffinity(0)),
             "nice": os.getpriority(os.PRIO_PROCESS, 0),
             "allocated_bytes": self._runner.allocated_bytes(),
+            "run_ahead": self._runner.run_ahead,
         }
 
     def run(self) -> None:
