@@ -26,7 +26,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from model.config import ConfigError, ModelConfig, RunConfig, load_config
+from model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
 from model.step import MAX_DRAFT_TOKENS
 from parallel import affinity
 
@@ -136,6 +136,7 @@ SECTIONS = {
     "cache": CacheSpec,
     "limits": LimitsSpec,
     "ray": RaySpec,
+    "ablation": Ablation,
 }
 
 
@@ -154,6 +155,7 @@ class Spec:
     cache: CacheSpec = CacheSpec()
     limits: LimitsSpec = LimitsSpec()
     ray: RaySpec = RaySpec()
+    ablation: Ablation = field(default_factory=Ablation)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where it was written, for errors; no key of the file."""
 
@@ -250,6 +252,7 @@ class Spec:
             prefill_chunk=self.limits.prefill_chunk,
             batch_buckets=self.limits.batch_buckets,
             pin_rows=self.speculation.pin_rows,
+            ablation=self.ablation,
         )
 
     def page_budget(self, memory_bytes: int | None = None) -> int:
@@ -501,6 +504,9 @@ def _check_fits(spec: Spec) -> None:
         raise spec.error("parallel.collective", rule)
     if spec.device == "cpu" and not spec.ray.cpus_per_rank:
         raise spec.error("ray.cpus_per_rank", "must be from 1 on device cpu: it places the rank")
+    for key in ("ablation.greedy_probabilities", "ablation.gather_logits"):
+        if getattr(spec.ablation, key.partition(".")[2]) and spec.speculation.draft_head != "model":
+            raise spec.error(key, "needs speculation.draft_head = model: an fp8 head has no logits")
     buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
     if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
         raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")

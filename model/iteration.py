@@ -8,8 +8,10 @@ Shapes: B slots of a batch | K drafts | R = K+1 rows | T prompt tokens of a chun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from model.verify import accept
 from model.weights import head_share
 from parallel.device import Device
 from parallel.vocab import Fp8Head, LMHead
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,17 @@ class Chunk:
     """Indices into `ends` of those that sample"""
 
 
+class RunPiece(Protocol):
+    """How a piece of an iteration is run: a number names a draft pass, "drafts" and "verify" the
+    rest. At once, unless someone captures or watches the pieces."""
+
+    def __call__(self, name: int | str, work: Callable[[], T]) -> T: ...
+
+
+def at_once(name: int | str, work: Callable[[], T]) -> T:
+    return work()
+
+
 class Drafter(Protocol):
     """What proposes tokens. Verification keeps the output exact whatever it says."""
 
@@ -74,7 +89,7 @@ class Drafter(Protocol):
         """See prompt rows with the target's hiddens [B, T, H]."""
         ...
 
-    def propose(self, batch: Batch) -> Tensor:
+    def propose(self, batch: Batch, run: RunPiece) -> Tensor:
         """-> drafts [B, K] int64, the same on every rank."""
         ...
 
@@ -90,24 +105,39 @@ class MtpDrafter:
         rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
         self.draft(hidden, chunk.following, rows)
 
-    def propose(self, batch: Batch) -> Tensor:
-        """Pass 0 always runs: it refreshes the draft's KV even when nothing is drafted."""
+    def propose(self, batch: Batch, run: RunPiece) -> Tensor:
+        m, draft, length, table = run(0, lambda: self._first_pass(batch))
+        if draft is None:
+            return batch.slots.new_empty(len(batch.slots), 0)
+        drafts = [draft]
+        for i in range(1, batch.num_drafts):
+            work = partial(self._next_pass, batch.slots, i, m, drafts[-1], length, table)
+            m, draft = run(i, work)
+            drafts.append(draft)
+        return run("drafts", lambda: torch.stack(drafts, 1))
+
+    def _first_pass(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """-> hidden [B, 1, H], draft [B] (None if none is wanted), lengths [B], block tables.
+
+        It always runs: it refreshes the draft's KV even when nothing is drafted.
+        """
         state, slots = self.slots, batch.slots
         kept, length = state.kept[slots], state.length[slots]
         table = state.table_of(slots, batch.num_pages)
         rows = state.rows(slots, length - kept, kept, batch.width, table)
         m = self.draft(state.hidden[slots, : batch.width], state.fresh[slots, : batch.width], rows)
-        if not batch.num_drafts:
-            return slots.new_empty(len(slots), 0)
         last = (kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
-        m = m.gather(1, last)  # [B, 1, H]
-        drafts = [self.head.greedy(m.squeeze(1))]
-        one = torch.ones_like(kept)
-        for i in range(1, batch.num_drafts):
-            rows = state.rows(slots, length + (i - 1), one, 1, table)
-            m = self.draft(m, drafts[-1].unsqueeze(1), rows)
-            drafts.append(self.head.greedy(m.squeeze(1)))
-        return torch.stack(drafts, 1)
+        m = m.gather(1, last)
+        draft = self.head.greedy(m.squeeze(1)) if batch.num_drafts else None
+        return m, draft, length, table
+
+    def _next_pass(
+        self, slots: Tensor, i: int, m: Tensor, draft: Tensor, length: Tensor, table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Pass i: the last hidden and draft of each slot -> the next [B, 1, H] and [B]."""
+        rows = self.slots.rows(slots, length + (i - 1), torch.ones_like(length), 1, table)
+        m = self.draft(m, draft.unsqueeze(1), rows)
+        return m, self.head.greedy(m.squeeze(1))
 
 
 class Iteration:
@@ -117,7 +147,7 @@ class Iteration:
         self, model: ModelConfig, run: RunConfig, params: dict[str, Tensor], device: Device
     ) -> None:
         size, rank = device.tp.size, device.tp.rank
-        self.device, self.run = device, run
+        self.device, self.run, self.accept = device, run, accept
         self.slots = SlotTensors(model, run, device)
         self.states = GdnStates(model, run, device)
         heads = model.attention
@@ -183,19 +213,22 @@ class Iteration:
         state.fresh[slots, 0], state.hidden[slots, 0] = tokens, last
         return tokens
 
-    def iterate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def iterate(self, batch: Batch, run: RunPiece = at_once) -> tuple[Tensor, Tensor]:
         """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]]."""
-        state, slots, k = self.slots, batch.slots, batch.num_drafts
         if self.drafter:
-            drafts = self.drafter.propose(batch)
+            drafts = self.drafter.propose(batch, run)
         else:
-            drafts = slots.new_empty(len(slots), 0)
+            drafts = batch.slots.new_empty(len(batch.slots), 0)
+        return run("verify", lambda: self._verify(batch, drafts))
+
+    def _verify(self, batch: Batch, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        state, slots, k = self.slots, batch.slots, batch.num_drafts
         length, table = state.length[slots], state.table_of(slots, batch.num_pages)
         rows = state.rows(slots, length, batch.limits + 1, k + 1, table, waiting=batch.waiting)
         tokens = torch.cat((state.last[slots].unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
         targets = self._pick(hidden, batch, length)
-        kept = accept(drafts, targets, batch.limits)
+        kept = self.accept(drafts, targets, batch.limits)
         self.states.commit(slots, kept)
         state.length[slots] = length + kept
         state.kept[slots] = kept

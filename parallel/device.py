@@ -255,6 +255,11 @@ class Device:
         event.record()
         return Fetched(copies, event)
 
+    def synchronise(self) -> None:
+        """Wait until all that is enqueued is done. For measurements: no iteration needs it."""
+        if self.torch_device.type != "cpu":
+            torch.accelerator.synchronize(self.torch_device)
+
     def local(self) -> Device:
         """The same device with a group of one: for modules that every rank holds whole."""
         return replace(self, tp=alone())
