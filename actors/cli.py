@@ -34,6 +34,7 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 the engine failed; 2 wrong option, configuration, prompt or checkpoint; "
     "130 interrupted by Ctrl-C."
 )
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 OUR_ROOMS = ("actors", "model", "parallel")
 
 app = typer.Typer(
@@ -223,11 +224,7 @@ def plan(
         print(json.dumps(report) if as_json else _plan_table(report))
 
 
-@app.command(
-    epilog=EXIT_CODES,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-)
+@app.command(add_help_option=False, context_settings=PASS_ON)
 def bench(context: typer.Context) -> None:
     """Measure an engine: times, acceptance, exactness; `outrider bench --help` has the options."""
     from benchmarks.latency import app as measure

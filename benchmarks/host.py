@@ -24,7 +24,7 @@ PACKAGES = ("torch", "triton", "fla-core", "ray", "numpy")
 
 def command() -> str:
     """This process's command line, as one would type it."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["outrider", *sys.argv[1:]])
 
 
 def describe() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from parallel.device import Device
 from parallel.graph import Graphs
 from parallel.linear import ColumnLinear
 from parallel.vocab import LMHead
-
-T = TypeVar("T")
 
 
 def old_device(device: Device, old: Ablation) -> Device:
@@ -58,7 +56,7 @@ def synced(graphs: Graphs, device: Device, batch: Batch) -> RunPiece:
     Rows that sample are in no graph; the waits stay.
     """
 
-    def run(name: int | str, work: Callable[[], T]) -> T:
+    def run(name: int | str, work: Callable[[], Any]) -> Any:
         key = (len(batch.slots), batch.num_drafts, name)
         result = graphs.run(key, work) if batch.sampled is None else work()
         if isinstance(name, int):
@@ -130,7 +128,6 @@ class ProbabilityCheck:
         ids = drafts.unsqueeze(-1)
         wanted = p[-1].view(num_slots, k + 1, -1)[:, :k].gather(-1, ids)
         offered = torch.stack(q[-k:], 1).gather(-1, ids)
-        likely = (wanted >= offered).squeeze(-1)
-        greedy = torch.ones_like(likely)
+        likely, greedy = (wanted >= offered).squeeze(-1), torch.ones_like(drafts, dtype=torch.bool)
         agrees = torch.where(greedy, drafts == targets[:, :k], likely)
         return accept(torch.where(agrees, drafts, -1), targets, limits)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from model.verify import accept
 from model.weights import head_share
 from parallel.device import Device
 from parallel.vocab import Fp8Head, LMHead
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +69,12 @@ class Chunk:
     """Indices into `ends` of those that sample"""
 
 
-class RunPiece(Protocol):
-    """How a piece of an iteration is run: a number names a draft pass, "drafts" and "verify" the
-    rest. At once, unless someone captures or watches the pieces."""
-
-    def __call__(self, name: int | str, work: Callable[[], T]) -> T: ...
+RunPiece = Callable[[int | str, Callable[[], Any]], Any]
+"""(name, work) -> what the work returns. A number names a draft pass, "drafts" and "verify" the
+rest of an iteration."""
 
 
-def at_once(name: int | str, work: Callable[[], T]) -> T:
+def at_once(name: int | str, work: Callable[[], Any]) -> Any:
     return work()
 
 

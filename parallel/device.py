@@ -287,6 +287,11 @@ def claim_device(kind: str, index: int) -> None:
     )
 
 
+def free_device_bytes(kind: str, index: int) -> int | None:
+    """Memory that is free on a claimed device; None on the CPU, whose ranks share the host's."""
+    return None if kind == "cpu" else getattr(torch, kind).mem_get_info(index)[0]
+
+
 def open_device(kind: str, index: int, tp: Group) -> Device:
     """The device of this process, for layers to be built with. Raises DeviceError."""
     claim_device(kind, index)
