@@ -29,7 +29,8 @@ def command() -> str:
 
 def describe() -> dict[str, Any]:
     """Facts of this machine; None for what is not here."""
-    devices = [line.split(", ") for line in _ask(_NVIDIA).splitlines()]
+    lines = [line.split(", ") for line in _ask(_NVIDIA).splitlines()]
+    devices = [line for line in lines if len(line) == 3]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),

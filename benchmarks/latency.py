@@ -26,12 +26,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from actors.cli import Config, Sets
+from actors.cli import USER_ERROR, Config, Sets
 from actors.engine import Engine
 from actors.spec import load_spec, parse_set
 from benchmarks import host, planted, report
 from model.config import ConfigError, load_config
 from model.step import MAX_DRAFT_TOKENS, Sampling
+from parallel.device import DeviceError, claim_device
 
 MAX_BATCH = 1024
 CACHE = Path.home() / ".cache" / "outrider"
@@ -292,7 +293,7 @@ def ablation(base: Mapping[str, object], device: str) -> tuple[list[Configuratio
     more = dict(MORE_CHANGES)
     if device in OLD_COLLECTIVE:
         more["collective library -> peer memory"] = {"parallel.collective": OLD_COLLECTIVE[device]}
-    if device != "cuda":
+    if device == "cpu":
         del more["graph off -> on"]
     skipped = [name for name in MORE_CHANGES if not more.get(name)]
     names = list(CHANGES)
@@ -311,7 +312,7 @@ def ablation(base: Mapping[str, object], device: str) -> tuple[list[Configuratio
 
 
 def numbers(text: str, option: str, least: int, most: int) -> list[int]:
-    """ "1,2,4" or "0..8" -> whole numbers. ValueError names the option."""
+    """Text such as 1,2,4 or 0..8 -> whole numbers. ValueError names the option."""
     found: list[int] = []
     try:
         for part in text.split(","):
@@ -335,12 +336,23 @@ def planted_model(size: str, device: str, accept: float, seed: int) -> Path:
         say(f"writing a planted checkpoint of size {size} to {folder}")
         where = "cuda" if device == "cuda" else "cpu"
         context = multiprocessing.get_context("spawn")  # a device context would stay with us
-        process = context.Process(target=planted.write, args=(folder, size, accept, seed, where))
+        process = context.Process(target=_write, args=(folder, size, accept, seed, where))
         process.start()
         process.join()
+        if process.exitcode == USER_ERROR:
+            raise ConfigError(f"--device {device}: cannot be used, the reason stands above")
         if process.exitcode:
             raise RuntimeError(f"no checkpoint was written to {folder}: the error stands above")
     return folder
+
+
+def _write(folder: Path, size: str, accept: float, seed: int, where: str) -> None:
+    try:
+        claim_device(where, 0)
+    except DeviceError as error:
+        say(str(error))
+        sys.exit(USER_ERROR)
+    planted.write(folder, size, accept, seed, where)
 
 
 def say(text: str) -> None:

@@ -191,6 +191,16 @@ def test_a_missing_planted_checkpoint_is_written_once(
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu_is_said_before_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(latency, "CACHE", tmp_path)
+    assert cli.main(["bench", "--device", "cuda", "--size", "tiny"]) == cli.USER_ERROR
+    assert "--device cuda: cannot be used" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="--size"):
         latency.planted_model("3b", "cpu", 0.5, 0)
