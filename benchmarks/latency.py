@@ -141,20 +141,19 @@ def both_ends(answers: Sequence[Answer]) -> dict[str, Any]:
 def decode_rate(answers: Sequence[Answer], batch: int) -> float | None:
     """Tokens a second while `batch` requests decoded and none waited for its first token.
 
-    By the client's clock; a request's tokens are spread evenly from its first piece to its last.
+    By the client's clock, over all such stretches of a round; None where there is none.
     """
-    spans = []
+    spans, arrivals = [], []
     for answer in answers:
-        times = times_of([(at, count) for at, _, count in answer.pieces])
-        if times.tpot:
-            first = answer.started_s + times.ttft
-            spans.append((first, answer.started_s + times.e2e, 1 / times.tpot))
-    edges = sorted({edge for start, end, _ in spans for edge in (start, end)})
+        stamps = [(answer.started_s + at, count) for at, _, count in answer.pieces]
+        spans.append((stamps[0][0], stamps[-1][0]))
+        arrivals += stamps[1:]
+    edges = sorted({edge for span in spans for edge in span})
     tokens = seconds = 0.0
     for start, end in itertools.pairwise(edges):
-        rates = [rate for first, last, rate in spans if first <= start and end <= last]
-        if len(rates) == batch:
-            tokens, seconds = tokens + sum(rates) * (end - start), seconds + end - start
+        if sum(first <= start and end <= last for first, last in spans) == batch:
+            tokens += sum(count for at, count in arrivals if start < at <= end)
+            seconds += end - start
     return round(tokens / seconds, 2) if seconds else None
 
 
