@@ -20,7 +20,6 @@ from model.config import Ablation
 from model.gdn import GatedDeltaNet
 from model.iteration import Batch, Iteration, MtpDrafter, RunPiece
 from model.step import MAX_DRAFT_TOKENS
-from model.verify import accept
 from parallel.device import Device
 from parallel.graph import Graphs
 from parallel.linear import ColumnLinear
@@ -47,7 +46,7 @@ def undo(it: Iteration) -> None:
             draft = GatheredHead(it.drafter.head.weight, device, old.greedy_probabilities)
             it.drafter.head = draft
             if old.greedy_probabilities:
-                it.accept = ProbabilityCheck(target, draft)
+                it.check = ProbabilityCheck(target, draft)
 
 
 def synced(graphs: Graphs, device: Device, batch: Batch) -> RunPiece:
@@ -112,22 +111,22 @@ class GatheredHead(LMHead):
 
 
 class ProbabilityCheck:
-    """`accept` after the acceptance ratios of rejection sampling, which greedy rows ignore."""
+    """The acceptance ratios of rejection sampling, which greedy rows then ignore."""
 
     def __init__(self, target: GatheredHead, draft: GatheredHead) -> None:
         self.target, self.draft = target, draft
 
-    def __call__(self, drafts: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
-        """As model.verify.accept."""
+    def __call__(self, drafts: Tensor, targets: Tensor) -> Tensor:
+        """drafts [B, K], targets [B, K+1] -> drafts, -1 where they are to be rejected."""
         num_slots, k = drafts.shape
         p, q = list(self.target.carried), list(self.draft.carried)
         self.target.carried.clear()
         self.draft.carried.clear()
         if not k or not p or len(p[-1]) != num_slots * (k + 1):  # a batch of sampled rows
-            return accept(drafts, targets, limits)
+            return drafts
         ids = drafts.unsqueeze(-1)
         wanted = p[-1].view(num_slots, k + 1, -1)[:, :k].gather(-1, ids)
         offered = torch.stack(q[-k:], 1).gather(-1, ids)
         likely, greedy = (wanted >= offered).squeeze(-1), torch.ones_like(drafts, dtype=torch.bool)
         agrees = torch.where(greedy, drafts == targets[:, :k], likely)
-        return accept(torch.where(agrees, drafts, -1), targets, limits)
+        return torch.where(agrees, drafts, -1)

@@ -21,9 +21,8 @@ from model.config import ModelConfig, RunConfig
 from model.mtp import MtpDraft
 from model.qwen3_5 import Qwen35
 from model.slots import SlotTensors
-from model.verify import accept
 from model.weights import head_share
-from parallel.device import Device
+from parallel.device import Device, Recalled
 from parallel.vocab import Fp8Head, LMHead
 
 
@@ -85,8 +84,8 @@ class Drafter(Protocol):
         """See prompt rows with the target's hiddens [B, T, H]."""
         ...
 
-    def propose(self, batch: Batch, run: RunPiece) -> Tensor:
-        """-> drafts [B, K] int64, the same on every rank."""
+    def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
+        """at: where the batch's slots stand -> drafts [B, K] int64, the same on every rank."""
         ...
 
 
@@ -101,37 +100,33 @@ class MtpDrafter:
         rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
         self.draft(hidden, chunk.following, rows)
 
-    def propose(self, batch: Batch, run: RunPiece) -> Tensor:
-        m, draft, length, table = run(0, lambda: self._first_pass(batch))
+    def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
+        m, draft = run(0, lambda: self._first_pass(batch, at))
         if draft is None:
             return batch.slots.new_empty(len(batch.slots), 0)
         drafts = [draft]
         for i in range(1, batch.num_drafts):
-            work = partial(self._next_pass, batch.slots, i, m, drafts[-1], length, table)
-            m, draft = run(i, work)
+            m, draft = run(i, partial(self._next_pass, i, batch, at, m, drafts[-1]))
             drafts.append(draft)
         return run("drafts", lambda: torch.stack(drafts, 1))
 
-    def _first_pass(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """-> hidden [B, 1, H], draft [B] (None if none is wanted), lengths [B], block tables.
+    def _first_pass(self, batch: Batch, at: Recalled) -> tuple[Tensor, Tensor | None]:
+        """-> hidden [B, 1, H] and draft [B], None where none is wanted.
 
         It always runs: it refreshes the draft's KV even when nothing is drafted.
         """
-        state, slots = self.slots, batch.slots
-        kept, length = state.kept[slots], state.length[slots]
-        table = state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length - kept, kept, batch.width, table)
-        m = self.draft(state.hidden[slots, : batch.width], state.fresh[slots, : batch.width], rows)
-        last = (kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
+        rows = self.slots.rows(batch.slots, at.start, at.kept, batch.width, at.table)
+        m = self.draft(at.hidden, at.fresh, rows)
+        last = (at.kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
         m = m.gather(1, last)
-        draft = self.head.greedy(m.squeeze(1)) if batch.num_drafts else None
-        return m, draft, length, table
+        return m, self.head.greedy(m.squeeze(1)) if batch.num_drafts else None
 
     def _next_pass(
-        self, slots: Tensor, i: int, m: Tensor, draft: Tensor, length: Tensor, table: Tensor
+        self, i: int, batch: Batch, at: Recalled, m: Tensor, draft: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Pass i: the last hidden and draft of each slot -> the next [B, 1, H] and [B]."""
-        rows = self.slots.rows(slots, length + (i - 1), torch.ones_like(length), 1, table)
+        """Pass i: hidden and draft of the pass before -> the next [B, 1, H] and [B]."""
+        slots, one = batch.slots, self.slots.ones[: len(batch.slots)]
+        rows = self.slots.rows(slots, at.length, one, 1, at.table, shift=i - 1)
         m = self.draft(m, draft.unsqueeze(1), rows)
         return m, self.head.greedy(m.squeeze(1))
 
@@ -143,9 +138,12 @@ class Iteration:
         self, model: ModelConfig, run: RunConfig, params: dict[str, Tensor], device: Device
     ) -> None:
         size, rank = device.tp.size, device.tp.rank
-        self.device, self.run, self.accept = device, run, accept
+        self.device, self.run = device, run
+        self.check: Callable[[Tensor, Tensor], Tensor] | None = None
+        """(drafts, targets) -> drafts, before they are compared; an ablation's."""
         self.slots = SlotTensors(model, run, device)
         self.states = GdnStates(model, run, device)
+        self.memory = self.slots.memory(fold=self.states.kept)
         heads = model.attention
         self.pages = KvPages(
             len(model.full_layers), heads.kv_heads_of(size), heads.head_dim, run, device
@@ -211,27 +209,34 @@ class Iteration:
 
     def iterate(self, batch: Batch, run: RunPiece = at_once) -> tuple[Tensor, Tensor]:
         """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]]."""
+        at = run("recall", lambda: self._recall(batch))
         if self.drafter:
-            drafts = self.drafter.propose(batch, run)
+            drafts = self.drafter.propose(batch, at, run)
         else:
             drafts = batch.slots.new_empty(len(batch.slots), 0)
-        return run("verify", lambda: self._verify(batch, drafts))
+        return run("verify", lambda: self._verify(batch, at, drafts))
 
-    def _verify(self, batch: Batch, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        state, slots, k = self.slots, batch.slots, batch.num_drafts
-        length, table = state.length[slots], state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length, batch.limits + 1, k + 1, table, waiting=batch.waiting)
-        tokens = torch.cat((state.last[slots].unsqueeze(1), drafts), 1)
-        hidden = self.target(tokens, rows)
-        targets = self._pick(hidden, batch, length)
-        kept = self.accept(drafts, targets, batch.limits)
-        self.states.commit(slots, kept)
-        state.length[slots] = length + kept
-        state.kept[slots] = kept
-        state.last[slots] = targets.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)
-        if self.drafter:
-            state.fresh[slots, : k + 1] = targets
-            state.hidden[slots, : k + 1] = hidden
+    def _recall(self, batch: Batch) -> Recalled:
+        table = self.slots.block_table[:, : batch.num_pages]
+        return self.device.ops.recall(batch.slots, self.memory, table, batch.width)
+
+    def _verify(self, batch: Batch, at: Recalled, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        slots, ops, k = batch.slots, self.device.ops, batch.num_drafts
+        rows = self.slots.rows(
+            slots,
+            at.length,
+            batch.limits,
+            k + 1,
+            at.table,
+            more=1,
+            fold=at.fold,
+            waiting=batch.waiting,
+        )
+        hidden = self.target(torch.cat((at.last.unsqueeze(1), drafts), 1), rows)
+        targets = self._pick(hidden, batch, at.length)
+        if self.check is not None:
+            drafts = self.check(drafts, targets)
+        kept = ops.accept_commit(slots, drafts, targets, batch.limits, hidden, self.memory)
         return targets, kept
 
     def _pick(self, hidden: Tensor, batch: Batch, length: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from model.config import Ablation
 from model.gdn import GatedDeltaNet
 from model.runner import Runner
 from model.step import Sampling
-from parallel.device import Capabilities, Device, open_device
+from parallel.device import Capabilities, Device, Recalled, open_device
 from parallel.graph import Graphs
 from parallel.group import alone
 from parallel.vocab import LMHead
@@ -128,10 +128,10 @@ def test_probabilities_of_all_ids_are_kept_for_the_check(
     seen: list[tuple[int, ...]] = []
     check = ablation.ProbabilityCheck.__call__
 
-    def watching(self: Any, drafts: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
+    def watching(self: Any, drafts: Tensor, targets: Tensor) -> Tensor:
         seen.append((drafts.shape[1], len(self.draft.carried), *self.target.carried[-1].shape))
         assert torch.allclose(self.target.carried[-1].sum(-1), torch.ones(()))
-        return check(self, drafts, targets, limits)
+        return check(self, drafts, targets)
 
     monkeypatch.setattr(ablation.ProbabilityCheck, "__call__", watching)
     team = Team(folder, draft_tokens=3, ablation=Ablation(greedy_probabilities=True))
@@ -174,6 +174,8 @@ class Recorded:
 def flat(outputs: Any) -> list[Tensor]:
     if isinstance(outputs, Tensor):
         return [outputs]
+    if isinstance(outputs, Recalled):
+        outputs = [getattr(outputs, field.name) for field in fields(outputs)]
     return [t for part in outputs or () for t in flat(part)] if outputs is not None else []
 
 
@@ -193,4 +195,4 @@ def test_an_iteration_in_pieces_is_captured_pass_by_pass(
     runner.device, runner._graphs = graphs, Graphs(graphs)
     assert serve(runner, how) == want
     pieces = [key for key in recording.names if key[0] != "prefill"]
-    assert pieces == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, "drafts"), (1, 3, "verify")]
+    assert pieces == [(1, 3, name) for name in ("recall", 0, 1, 2, "drafts", "verify")]
