@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from model import ablation
 from model.config import RunConfig, load_config
 from model.iteration import Batch, Chunk, Drafter, Iteration
 from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
@@ -87,16 +88,17 @@ class Runner:
         *,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.run, self.device = run, device
+        self.run, self.device = run, ablation.old_device(device, run.ablation)
         self.model = load_config(Path(run.model_dir))
         check_pages(run, memory_plan(self.model, run))
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
             self.iteration = Iteration(self.model, run, params, device)
+            ablation.undo(self.iteration)
         self.run_ahead = device.capabilities.run_ahead
         self.slots: dict[int, Slot] = {}
         self._launched: deque[Launched] = deque()
-        self._graphs = Graphs(device)
+        self._graphs = Graphs(self.device)
         self._chunks: dict[int, Chunk] = {}
         self._batches: dict[tuple[int, int], Batch] = {}
         """With graphs: what captured chunks (by width) and iterations (by size and K) read."""
@@ -208,7 +210,10 @@ class Runner:
             return Launched(firsts, None, [], [])
         limits = [min(s.draft_tokens, s.wanted - 1) for s in held]
         batch = self._batch(held, limits)
-        if batch.sampled is None:
+        if self.run.ablation.sync_each_draft:
+            pieces = ablation.synced(self._graphs, self.device, batch)
+            results = self.iteration.iterate(batch, pieces)
+        elif batch.sampled is None:
             key = (len(batch.slots), batch.num_drafts)
             results = self._graphs.run(key, lambda: self.iteration.iterate(batch))
         else:

@@ -36,7 +36,7 @@ class SlotTensors:
             return torch.zeros(*shape, dtype=torch.int64, device=where)
 
         self.length, self.last, self.kept = integers(slots), integers(slots), integers(slots) + 1
-        self.ones = integers(slots) + 1
+        self.ones = integers(max(slots, *run.batch_buckets, 1)) + 1
         self.block_table = integers(slots, self.max_pages)
         self.fresh = integers(slots, rows)
         dtype = getattr(torch, run.dtype)

@@ -358,6 +358,11 @@ class Device:
             return values
         return values.pin_memory().to(self.torch_device, non_blocking=True)
 
+    def synchronise(self) -> None:
+        """Wait until all that is enqueued is done. For measurements: no iteration needs it."""
+        if self.torch_device.type != "cpu":
+            torch.accelerator.synchronize(self.torch_device)
+
     def local(self) -> Device:
         """The same device with a group of one: for modules that every rank holds whole."""
         return replace(self, tp=alone())
@@ -383,6 +388,11 @@ def claim_device(kind: str, index: int) -> None:
         f"device: {kind} #{index}: this version has no backend for it. "
         f"Set device: cpu or cuda in cluster.yaml."
     )
+
+
+def free_device_bytes(kind: str, index: int) -> int | None:
+    """Memory that is free on a claimed device; None on the CPU, whose ranks share the host's."""
+    return None if kind == "cpu" else getattr(torch, kind).mem_get_info(index)[0]
 
 
 def open_device(kind: str, index: int, tp: Group) -> Device:

@@ -216,11 +216,13 @@ def _chunk_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 def claim_cuda(index: int) -> None:
     """Use GPU `index` of the visible ones. DeviceError where there is none or it is too old."""
-    if not torch.cuda.is_available():
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as problem:  # no GPU, an old driver, torch without CUDA
+        why = " ".join(str(problem).split()).rstrip(".")
         raise DeviceError(
-            "device: cuda: torch sees no GPU (driver missing or too old, or a CPU build of torch: "
-            f"{torch.__version__}). Set device: cpu in cluster.yaml."
-        )
+            f"device: cuda: {why} (torch {torch.__version__}). Set device: cpu in cluster.yaml."
+        ) from None
     count = torch.cuda.device_count()
     if index >= count:
         raise DeviceError(f"device: cuda #{index}: {count} are visible (CUDA_VISIBLE_DEVICES)")
