@@ -168,9 +168,12 @@ class Runner:
         """One chunk of prefill if any waits, then one iteration over the decoding slots."""
         if self.slots:
             self._launched.append(self._launch())
+        progress: list[Progress] = []
         if len(self._launched) > self.run_ahead or not self.slots:
-            return self._collect(self._launched.popleft())
-        return []
+            progress += self._collect(self._launched.popleft())
+        if self._launched:  # a first token is there an iteration before the rest of its step
+            progress += self._collect_firsts(self._launched[-1])
+        return progress
 
     def digest(self) -> int:
         """63 bits that say who sits where and how far along; equal on all ranks."""
@@ -380,17 +383,23 @@ class Runner:
 
     def _collect(self, launched: Launched) -> list[Progress]:
         """Read a step's tokens, once; a slot whose tenant has left meanwhile is passed over."""
-        progress = []
-        for fetched, slots in launched.firsts:
-            (first,) = fetched.wait()
-            for slot, token in zip(slots, first.tolist(), strict=True):
-                progress += self._advance(slot, [token], verified=False)
+        progress = self._collect_firsts(launched)
         if launched.verified is None:
             return progress
         targets_of, kept_of = launched.verified.wait()
         rows = zip(launched.batch_of, launched.limits, targets_of.tolist(), kept_of.tolist())
         for slot, limit, targets, kept in rows:
             progress += self._advance(slot, targets[:kept], drafted=limit, accepted=kept - 1)
+        return progress
+
+    def _collect_firsts(self, launched: Launched) -> list[Progress]:
+        """Read the first tokens of a step; the second time there are none."""
+        progress = []
+        for fetched, slots in launched.firsts:
+            (first,) = fetched.wait()
+            for slot, token in zip(slots, first.tolist(), strict=True):
+                progress += self._advance(slot, [token], verified=False)
+        launched.firsts.clear()
         return progress
 
     def _advance(
