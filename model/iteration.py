@@ -42,6 +42,11 @@ class Batch:
     num_pages: int
     sampled: Tensor | None
     """Indices into `slots` of those that sample; None when all are greedy"""
+    reach: tuple[list[int], ...] | None = None
+    """Rows.reach of each draft pass, then of the verify pass"""
+
+    def reach_of(self, index: int) -> list[int] | None:
+        return self.reach[index] if self.reach else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +70,8 @@ class Chunk:
     num_pages: int
     sampled: Tensor | None
     """Indices into `ends` of those that sample"""
+    reach: list[int] | None = None
+    """Rows.reach"""
 
 
 class Drafter(Protocol):
@@ -87,7 +94,9 @@ class MtpDrafter:
 
     def observe(self, chunk: Chunk, hidden: Tensor) -> None:
         table = self.slots.table_of(chunk.slots, chunk.num_pages)
-        rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
+        rows = self.slots.rows(
+            chunk.slots, chunk.first, chunk.known, hidden.shape[1], table, reach=chunk.reach
+        )
         self.draft(hidden, chunk.following, rows)
 
     def propose(self, batch: Batch) -> Tensor:
@@ -95,7 +104,8 @@ class MtpDrafter:
         state, slots = self.slots, batch.slots
         kept, length = state.kept[slots], state.length[slots]
         table = state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length - kept, kept, batch.width, table)
+        first, reach = length - kept, batch.reach_of(0)
+        rows = state.rows(slots, first, kept, batch.width, table, reach=reach)
         m = self.draft(state.hidden[slots, : batch.width], state.fresh[slots, : batch.width], rows)
         if not batch.num_drafts:
             return slots.new_empty(len(slots), 0)
@@ -104,7 +114,8 @@ class MtpDrafter:
         drafts = [self.head.greedy(m.squeeze(1))]
         one = torch.ones_like(kept)
         for i in range(1, batch.num_drafts):
-            rows = state.rows(slots, length + (i - 1), one, 1, table)
+            first, reach = length + (i - 1), batch.reach_of(i)
+            rows = state.rows(slots, first, one, 1, table, reach=reach)
             m = self.draft(m, drafts[-1].unsqueeze(1), rows)
             drafts.append(self.head.greedy(m.squeeze(1)))
         return torch.stack(drafts, 1)
@@ -163,6 +174,7 @@ class Iteration:
             chunk.tokens.shape[1],
             state.table_of(chunk.slots, chunk.num_pages),
             prefill=True,
+            reach=chunk.reach,
         )
         hidden = self.target(chunk.tokens, rows)
         if self.drafter:
@@ -191,7 +203,15 @@ class Iteration:
         else:
             drafts = slots.new_empty(len(slots), 0)
         length, table = state.length[slots], state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length, batch.limits + 1, k + 1, table, waiting=batch.waiting)
+        rows = state.rows(
+            slots,
+            length,
+            batch.limits + 1,
+            k + 1,
+            table,
+            waiting=batch.waiting,
+            reach=batch.reach_of(-1),
+        )
         tokens = torch.cat((state.last[slots].unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
         targets = self._pick(hidden, batch, length)

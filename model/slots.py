@@ -73,6 +73,7 @@ class SlotTensors:
         *,
         waiting: int = 0,
         prefill: bool = False,
+        reach: list[int] | None = None,
     ) -> Rows:
         """Rows `first`, first + 1, ... of each slot; `counts` of them real, the rest padding.
 
@@ -92,6 +93,7 @@ class SlotTensors:
             sin=sin,
             waiting=waiting,
             prefill=prefill,
+            reach=reach,
         )
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:

@@ -102,6 +102,7 @@ class CpuOps:
         positions: Tensor,
         lengths: Tensor,
         gate: Tensor,
+        reach: list[int] | None = None,
     ) -> Tensor:
         num_heads, d = q.shape[2:]
         num_kv = k_pages.shape[2]
