@@ -28,11 +28,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.spec import Spec
 from model.config import ConfigError
+from parallel.affinity import allowed_cpus, card_cpus, npu_topology
 
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 DRIVER_CPUS = 1
 
+RANK_ENV = {
+    # Peer memory needs every GPU visible, so a rank picks its own by index.
+    "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
+    "npu": {
+        "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
+        "TASK_QUEUE_ENABLE": "1",  # launches go through one queue; level 2 is for training
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
+    },
+}
+"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
 RAY_ENV = {
     # Ray runs workers at nice 15: any other process would then stretch every step.
     "RAY_worker_niceness": "0",
@@ -201,13 +213,23 @@ def bundle_options(
     }
 
 
-def rank_env(device: str) -> dict[str, str]:
-    """Variables that must stand before Ray prepares the worker of a rank.
+def rank_env(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that must stand before Ray prepares the worker of a rank; `environ` wins.
 
-    cuda: peer memory needs every GPU visible, so the rank picks its own by index. npu: Ray shows
-    the rank just its device. Each set costs a cold worker start, so the CPU has none.
+    Each set costs a cold worker start, so the CPU has none.
     """
-    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if device == "cuda" else {}
+    return {name: environ.get(name, value) for name, value in RANK_ENV.get(device, {}).items()}
+
+
+def near_cpus(device: str, ids: Mapping[str, Sequence[str]]) -> frozenset[int] | None:
+    """CPUs near the NPU that Ray assigned (ids as in `device_index`), None where nobody says.
+
+    Read before torch is imported; cards of the same NUMA node share its CPUs evenly.
+    """
+    mine = ids.get(RESOURCES.get(device, ""), ())
+    if device != "npu" or len(mine) != 1:
+        return None
+    return card_cpus(npu_topology(), allowed_cpus()).get(int(mine[0]))
 
 
 def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
 from actors.messages import Address, DivergenceError, Hello, Loading, Orders, Postbox, Wire
-from actors.placement import device_index
+from actors.placement import device_index, near_cpus
 from model.config import RunConfig
 from model.step import Join, Leave, Plan, Progress, StepEvent
 from parallel.affinity import pin_process
@@ -148,6 +148,8 @@ class RankSetup:
     """Kind of the group, "auto" for the device's own."""
     cpus: frozenset[int] | None
     """CPUs to pin every thread to; None pins nothing."""
+    near: bool
+    """Rather those near the device that Ray assigns, where the machine can tell."""
     max_burst: int
     timeout_s: float
     """Of a collective, and of the ranks' first contact."""
@@ -180,7 +182,8 @@ class Rank:
         self.setup = setup
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if setup.cpus is not None:
-            os.environ["OMP_NUM_THREADS"] = str(len(setup.cpus))
+            if setup.device != "npu":
+                os.environ["OMP_NUM_THREADS"] = str(len(setup.cpus))
             pin_process(setup.cpus)
         if setup.device != "npu":
             os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -286,7 +289,7 @@ class Rank:
         # The OpenMP pool belongs to the calling thread, and Ray may change threads between calls.
         import torch
 
-        torch.set_num_threads(len(self.setup.cpus or (0,)))
+        torch.set_num_threads(1 if self.setup.device == "npu" else len(self.setup.cpus or (0,)))
 
 
 def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:
@@ -309,6 +312,9 @@ class RankActor:
     _rank: Rank
 
     def wake(self, setup: RankSetup) -> Location:
+        if setup.near:
+            ids = ray.get_runtime_context().get_accelerator_ids()
+            setup = replace(setup, cpus=near_cpus(setup.device, ids) or setup.cpus)
         self._rank = Rank(setup)
         node = ray.get_runtime_context().get_node_id()
         return Location(node=node, host=ray.util.get_node_ip_address(), pid=os.getpid())

@@ -88,6 +88,7 @@ class RankGroup:
                 device=spec.device,
                 collective=spec.parallel.collective,
                 cpus=cpus[rank],
+                near=spec.device == "npu" and spec.parallel.rank_cpus == "auto",
                 max_burst=spec.limits.max_burst,
                 timeout_s=spec.ray.collective_timeout_s,
             )

@@ -33,6 +33,8 @@ from parallel import affinity
 DEFAULT_FILE = "cluster.yaml"
 MAX_AUTO_MODEL_LEN = 4096
 COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
+NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
+"""What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
 RAY_LAUNCHER_KEYS = {
     "cluster_name", "provider", "auth", "docker", "available_node_types", "head_node_type",
     "max_workers", "file_mounts", "setup_commands", "head_setup_commands",
@@ -82,8 +84,8 @@ class SpeculationSpec:
 class CacheSpec:
     """Paged KV memory of one rank."""
 
-    page_tokens: Count = 16
-    """Tokens a page holds."""
+    page_tokens: Count | Literal["auto"] = "auto"
+    """Tokens a page holds; auto: 16, on npu 128."""
     num_pages: Count | Literal["auto"] = "auto"
     """auto: max_slots requests of full length, or what the memory holds if that is less."""
     max_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.84
@@ -169,6 +171,13 @@ class Spec:
             return self.dtype
         return "float32" if self.device == "cpu" else "bfloat16"
 
+    @property
+    def resolved_page_tokens(self) -> int:
+        """cache.page_tokens with "auto" replaced."""
+        if self.cache.page_tokens != "auto":
+            return self.cache.page_tokens
+        return NPU_PAGE_TOKENS if self.device == "npu" else 16
+
     def rank_cpu_sets(
         self, allowed: frozenset[int] | None = None
     ) -> tuple[frozenset[int] | None, ...]:
@@ -245,7 +254,7 @@ class Spec:
             draft_head=self.speculation.draft_head,
             max_slots=self.limits.max_slots,
             max_model_len=self.max_model_len(model),
-            page_tokens=self.cache.page_tokens,
+            page_tokens=self.resolved_page_tokens,
             num_pages=num_pages,
             prefill_chunk=self.limits.prefill_chunk,
             batch_buckets=self.limits.batch_buckets,
@@ -501,6 +510,23 @@ def _check_fits(spec: Spec) -> None:
         raise spec.error("parallel.collective", rule)
     if spec.device == "cpu" and not spec.ray.cpus_per_rank:
         raise spec.error("ray.cpus_per_rank", "must be from 1 on device cpu: it places the rank")
+    if spec.device == "npu":
+        _check_npu(spec)
     buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
     if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
         raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")
+
+
+def _check_npu(spec: Spec) -> None:
+    if spec.speculation.draft_tokens >= NPU_MAX_ROWS:
+        rule = (
+            f"at most {NPU_MAX_ROWS - 1} on npu: attention there takes {NPU_MAX_ROWS} rows, K + 1"
+        )
+        raise spec.error("speculation.draft_tokens", rule)
+    if spec.resolved_page_tokens % NPU_PAGE_TOKENS:
+        raise spec.error("cache.page_tokens", f"must be a multiple of {NPU_PAGE_TOKENS} on npu")
+    if spec.ray.collective_timeout_s <= spec.ray.watchdog_s:
+        rule = (
+            f"must exceed ray.watchdog_s = {spec.ray.watchdog_s:g} on npu: the driver, not HCCL, "
+        )
+        raise spec.error("ray.collective_timeout_s", rule + "is to find a stuck rank")
