@@ -26,25 +26,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.spec import Spec
+from actors.spec import RANK_ENV, VISIBLE, Spec
 from model.config import ConfigError
 from parallel.affinity import allowed_cpus, card_cpus, npu_topology
 
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 DRIVER_CPUS = 1
 
-RANK_ENV = {
-    # Peer memory needs every GPU visible, so a rank picks its own by index.
-    "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
-    "npu": {
-        "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
-        "TASK_QUEUE_ENABLE": "1",  # launches go through one queue; level 2 is for training
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-        "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
-    },
-}
-"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
 RAY_ENV = {
     # Ray runs workers at nice 15: any other process would then stretch every step.
     "RAY_worker_niceness": "0",

@@ -33,6 +33,18 @@ from parallel import affinity
 DEFAULT_FILE = "cluster.yaml"
 MAX_AUTO_MODEL_LEN = 4096
 COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+RANK_ENV = {
+    # Peer memory needs every GPU visible, so a rank picks its own by index.
+    "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
+    "npu": {
+        "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
+        "TASK_QUEUE_ENABLE": "1",  # launches go through one queue; level 2 is for training
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
+    },
+}
+"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
 NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
 """What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
 RAY_LAUNCHER_KEYS = {

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from model.config import RunConfig, load_config
 from model.iteration import Batch, Chunk, Drafter, Iteration
-from model.plan import check_device, check_pages, memory_plan, overshoot_rows, pages_for
+from model.plan import (
+    check_device,
+    check_memory,
+    check_pages,
+    memory_plan,
+    overshoot_rows,
+    pages_for,
+)
 from model.step import Join, Leave, Progress, Sampling
 from model.weights import load
 from parallel.device import Device, Fetched
@@ -90,7 +97,9 @@ class Runner:
         self.run, self.device = run, device
         self.model = load_config(Path(run.model_dir))
         check_device(run, device.capabilities)
-        check_pages(run, memory_plan(self.model, run))
+        plan = memory_plan(self.model, run)
+        check_pages(run, plan)
+        check_memory(run, plan, device.free_bytes())
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
             self.iteration = Iteration(self.model, run, params, device)

@@ -275,6 +275,12 @@ class Device:
         event.record()
         return Fetched(copies, event)
 
+    def free_bytes(self) -> int | None:
+        """Memory that the device has left, None on the CPU."""
+        if self.torch_device.type == "cpu":
+            return None
+        return torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[0]
+
     def local(self) -> Device:
         """The same device with a group of one: for modules that every rank holds whole."""
         return replace(self, tp=alone())

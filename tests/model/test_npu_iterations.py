@@ -10,6 +10,7 @@ import torch
 
 from model.config import ConfigError
 from model.step import Sampling
+from parallel.device import Device
 from tests import checkpoints
 from tests.npu import open_fake
 from tests.ranks import ForcedDrafter, Team
@@ -126,3 +127,11 @@ def test_warm_up_captures_each_batch_size_and_no_prompt(folder, monkeypatch) -> 
 def test_what_the_device_cannot_do_names_the_key(folder, monkeypatch, changes, says) -> None:
     with pytest.raises(ConfigError, match=says):
         npu_team(folder, monkeypatch, **changes)
+
+
+def test_what_does_not_fit_on_the_device_is_refused_before_it_is_loaded(
+    folder, monkeypatch
+) -> None:
+    monkeypatch.setattr(Device, "free_bytes", lambda self: 1_000_000)
+    with pytest.raises(ConfigError, match=r"num_pages = 16: .* bytes, the device has 1,000,000"):
+        npu_team(folder, monkeypatch)
