@@ -39,7 +39,7 @@ RANK_ENV = {
     "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
     "npu": {
         "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
-        "TASK_QUEUE_ENABLE": "1",  # launches go through one queue; level 2 is for training
+        "TASK_QUEUE_ENABLE": "1",  # launches overlap; level 2 also workspaces, for more memory
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
         "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
     },

@@ -50,6 +50,9 @@ class GdnLayer:
     """[S, h, Dk, Dv] float32"""
     factors: Tensor
     """[S, X, k Dk + h Dv + h] float32: k, delta and g of the rows that wait to be folded"""
+    coarse_state: bool = False
+    """An operation may round the state to bfloat16 on its way; its memory is float32 all the same.
+    False: only operations that keep float32 are used."""
 
     @property
     def widths(self) -> tuple[int, int, int, int]:

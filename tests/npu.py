@@ -11,6 +11,7 @@ Documentation: the docstrings of torch_npu 2.13.0; test_npu_contract.py compares
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,43 @@ class FakeOps:
             twice = (slot_mapping[:, None] == slot_mapping).sum(1) > 1
             rows = rows.masked_fill(twice[:, None, None], POISON)
             cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+
+    def npu_chunk_gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        beta: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        actual_seq_lengths: Tensor | None = None,
+        scale: float | None = None,
+        g: Tensor | None = None,
+    ):
+        """Rows [T, heads, 128] slot after slot; states [B, h, Dv, Dk]: here row by row."""
+        self._enter("npu_chunk_gated_delta_rule")
+        assert beta is not None
+        assert g is not None
+        assert initial_state is not None
+        assert actual_seq_lengths is not None
+        assert scale is not None
+        for tensor in (query, key, value, beta, initial_state):
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.is_contiguous()
+        assert (g.dtype, actual_seq_lengths.dtype) == (torch.float32, torch.int32)
+        assert query.shape[2] == value.shape[2] == 128
+        assert initial_state.shape == (len(actual_seq_lengths), value.shape[1], 128, 128)
+        repeat, outs, states = value.shape[1] // key.shape[1], [], []
+        rows = iter(zip(query.float(), key.float(), value.float(), beta.float(), g, strict=True))
+        for state, length in zip(initial_state.float(), actual_seq_lengths.tolist(), strict=True):
+            for q, k, v, b, decay in itertools.islice(rows, length):
+                q, k = q.repeat_interleave(repeat, 0) * scale, k.repeat_interleave(repeat, 0)
+                state = state * decay.exp()[:, None, None]
+                delta = b[:, None] * (v - torch.einsum("hvk,hk->hv", state, k))
+                state = state + delta[:, :, None] * k[:, None]
+                outs.append(torch.einsum("hvk,hk->hv", state, q))
+            states.append(state)
+        return torch.stack(outs).bfloat16(), torch.stack(states).bfloat16()
 
     def npu_fused_infer_attention_score(
         self,

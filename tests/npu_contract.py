@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import parallel.backends.npu as backend
 from parallel.backends.cpu import CpuOps
+from parallel.device import GdnLayer
 from tests.npu import FakeOps, FakeRuntime
 
 BF16 = torch.bfloat16
@@ -107,8 +108,23 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, tuple, tuple]]:
     yield "qk_norm_rope_write", (qk, v, scales, turn, turn, 1e-6, pages, pages, index), ()
     q, gate, table = full(2, 3, 8, 256), full(2, 3, 8 * 256), full(2, 4, dtype=i64)
     yield "paged_attention", (q, pages, pages, table, index, full(2, dtype=i64), gate), ([9, 200],)
+    slots, layer = full(2, dtype=i64), _gdn_layer(full)
+    yield "gdn_prefill", (full(2, 9, sum(layer.widths)), layer, slots, slots), ()
+    yield "gdn_verify", (full(2, 4, sum(layer.widths)), layer, slots, slots, 4), ()
     yield "top_pair", (full(6, 100), 7), ()
     yield "choose_pair", (full(2, 6, 2, dtype=torch.int32),), ()
+
+
+def _gdn_layer(full: Callable[..., torch.Tensor]) -> GdnLayer:
+    """Qwen3.5-2B's on one of two ranks, its state allowed to be coarse."""
+    k, h, d, f32 = 8, 8, 128, torch.float32
+    channels = (2 * k + h) * d
+    return GdnLayer(
+        num_k_heads=k, num_v_heads=h, head_k_dim=d, head_v_dim=d, eps=1e-6, gate="silu",
+        conv_weight=full(4, channels), rate=full(h, dtype=f32), dt_bias=full(h, dtype=f32),
+        norm_weight=full(d, dtype=f32), conv=full(3, 7, channels), coarse_state=True,
+        state=full(3, h, d, d, dtype=f32), factors=full(3, 4, k * d + h * d + h, dtype=f32),
+    )  # fmt: skip
 
 
 def check_fake_signatures() -> None:

@@ -4,8 +4,8 @@
 
 Fused attention takes its lengths as host lists. A capture remembers the list each attention call
 was given; a replay first writes the lists' present values into the graph (NPUGraph.update), so
-lists stay, like tensors. GDN states stay float32, which torch_npu's delta-rule operations do not
-take: those parts are torch operations. Letters as in parallel/device.py.
+lists stay, like tensors. torch_npu's delta-rule operations want bfloat16 states: prompts take the
+one in chunks where the checkpoint allows that, all else is torch operations in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel.backends.cpu import CpuOps
-from parallel.device import Capabilities, Device, DeviceError
+from parallel.device import Capabilities, Device, DeviceError, GdnLayer
 from parallel.group import Group
 
 CAPABILITIES = Capabilities(graphs=True, host_lengths=True, max_rows=16, page_multiple=128)
@@ -31,6 +31,8 @@ MASK_ROWS = 2048
 """Side of the lower-triangular mask that the causal modes of fused attention want."""
 CAUSAL_TO_THE_END = 3
 """sparse_mode: the last row sees all keys of its slot, each row before it one less."""
+CHUNK_HEAD_DIM = 128
+"""The only width of keys and values that the chunked delta rule takes."""
 HCCL_BUFFER_MIB = 64
 NO_RESOURCES = "207008"
 """CANN's error number when streams or events run out."""
@@ -156,6 +158,30 @@ class NpuOps(CpuOps):
             block_size=k_pages.shape[1],
         )
         return out.view(num_slots, rows, -1) * torch.sigmoid(gate)
+
+    def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
+        """In torch_npu's chunks where the checkpoint's state may be bfloat16, else as defined."""
+        widths = {layer.head_k_dim, layer.head_v_dim}
+        if not layer.coarse_state or proj.dtype != torch.bfloat16 or widths != {CHUNK_HEAD_DIM}:
+            return super().gdn_prefill(proj, layer, slots, counts)
+        qk, v, g, beta, window = self._prefill_inputs(proj, layer, slots)
+        batch, rows = proj.shape[:2]
+        real = (torch.arange(rows, device=proj.device) < counts.unsqueeze(1)).unsqueeze(-1)
+        q, k = qk.to(proj.dtype).unbind(2)  # a row with beta = g = 0 leaves the state as it is
+        state = layer.state.index_select(0, slots).transpose(-1, -2).to(proj.dtype)
+        out, state = self._npu.npu_chunk_gated_delta_rule(
+            q.flatten(0, 1).contiguous(),
+            k.flatten(0, 1).contiguous(),
+            v.to(proj.dtype).flatten(0, 1).contiguous(),
+            beta=(beta * real).to(proj.dtype).flatten(0, 1),
+            initial_state=state.contiguous(),
+            actual_seq_lengths=torch.full_like(slots, rows, dtype=torch.int32),
+            scale=layer.head_k_dim**-0.5,
+            g=(g * real).flatten(0, 1),
+        )
+        state = state.float().transpose(-1, -2)
+        out = out.unflatten(0, (batch, rows))
+        return self._prefill_end(out, proj, layer, slots, counts, window, state)
 
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
         """The device's own arg max may return any of equals; the least id is taken in so many

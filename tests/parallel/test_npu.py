@@ -14,7 +14,7 @@ import torch
 from parallel.backends import npu
 from parallel.backends.cpu import CpuOps
 from parallel.backends.npu import NpuOps
-from parallel.device import DeviceError, claim_device
+from parallel.device import DeviceError, GdnLayer, claim_device
 from tests.npu import FakeOps, FakeRuntime, open_fake
 
 CPU = CpuOps()
@@ -124,6 +124,52 @@ def test_float32_attention_is_the_definition() -> None:
     arguments = (q, *pages, table, positions, torch.tensor([5]), drawn(1, 2, 128))
     near(ops.paged_attention(*arguments), CPU.paged_attention(*arguments))
     assert ops._npu.calls == {}
+
+
+def gdn_layer(coarse: bool, dtype: torch.dtype = BF16) -> GdnLayer:
+    k, h, d, channels = 2, 4, 128, 2 * 2 * 128 + 4 * 128
+    return GdnLayer(
+        num_k_heads=k,
+        num_v_heads=h,
+        head_k_dim=d,
+        head_v_dim=d,
+        conv_weight=drawn(4, channels, dtype=dtype, seed=1),
+        rate=-drawn(h, seed=2).exp(),
+        dt_bias=drawn(h, seed=3),
+        norm_weight=1 + 0.2 * drawn(d, seed=4),
+        eps=1e-6,
+        gate="silu",
+        conv=drawn(3, 7, channels, dtype=dtype, seed=5),
+        state=0.2 * drawn(3, h, d, d, seed=6),
+        factors=torch.zeros(3, 4, k * d + h * d + h),
+        coarse_state=coarse,
+    )
+
+
+def test_prompts_take_the_chunked_rule_where_the_state_may_be_coarse() -> None:
+    """Ragged prompts; the other slot's state stays; the memory is float32 before and after."""
+    mine, theirs, ops = gdn_layer(True), gdn_layer(True), backend()
+    proj = drawn(2, 9, sum(mine.widths), dtype=BF16, seed=7)
+    slots, counts = torch.tensor([2, 0]), torch.tensor([9, 4])
+    got = ops.gdn_prefill(proj, mine, slots, counts)
+    want = CPU.gdn_prefill(proj, theirs, slots, counts)
+    assert ops._npu.calls["npu_chunk_gated_delta_rule"] == 1
+    for b, count in enumerate(counts.tolist()):
+        torch.testing.assert_close(got[b, :count], want[b, :count], atol=0.05, rtol=0.05)
+    assert mine.state.dtype == torch.float32
+    torch.testing.assert_close(mine.state, theirs.state, atol=0.02, rtol=0.02)
+    assert torch.equal(mine.state[1], theirs.state[1])
+    assert torch.equal(mine.conv[:, :3], theirs.conv[:, :3])
+
+
+@pytest.mark.parametrize(("coarse", "dtype"), [(False, BF16), (True, torch.float32)])
+def test_a_float32_state_is_never_rounded(coarse: bool, dtype: torch.dtype) -> None:
+    mine, theirs, ops = gdn_layer(coarse, dtype), gdn_layer(coarse, dtype), backend()
+    proj = drawn(1, 5, sum(mine.widths), dtype=dtype, seed=7)
+    slots, counts = torch.tensor([1]), torch.tensor([5])
+    near(ops.gdn_prefill(proj, mine, slots, counts), CPU.gdn_prefill(proj, theirs, slots, counts))
+    assert torch.equal(mine.state, theirs.state)
+    assert "npu_chunk_gated_delta_rule" not in ops._npu.calls
 
 
 def test_the_least_id_wins_among_equals_and_nan_rows_yield_a_real_id() -> None:
