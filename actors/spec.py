@@ -537,6 +537,8 @@ def _check_npu(spec: Spec) -> None:
         raise spec.error("speculation.draft_tokens", rule)
     if spec.resolved_page_tokens % NPU_PAGE_TOKENS:
         raise spec.error("cache.page_tokens", f"must be a multiple of {NPU_PAGE_TOKENS} on npu")
+    if spec.speculation.draft_head == "fp8":
+        raise spec.error("speculation.draft_head", "must be model on npu: no float8 products there")
     if spec.ray.collective_timeout_s <= spec.ray.watchdog_s:
         rule = (
             f"must exceed ray.watchdog_s = {spec.ray.watchdog_s:g} on npu: the driver, not HCCL, "

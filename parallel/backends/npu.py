@@ -106,7 +106,7 @@ class NpuOps(CpuOps):
         q_scale, k_scale = self._by_head[scale]
         q = self.rms_norm(qk[:, :, :num_q], q_scale, eps)
         qk = torch.cat((q, self.rms_norm(qk[:, :, num_q:], k_scale, eps)), 2)
-        turned = qk[..., :width].float()
+        turned = qk[..., :width].float().contiguous()
         turned = self._npu.npu_rotary_mul(turned, cos, sin, rotary_mode="half").to(qk.dtype)
         qk = torch.cat((turned, qk[..., width:]), -1)
         q, k = qk.split_with_sizes((num_q, num_kv), 2)

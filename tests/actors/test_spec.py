@@ -192,6 +192,7 @@ def test_a_set_that_cannot_be_read_is_an_error(text: str) -> None:
     [
         ({"draft_tokens": 16}, r"speculation\.draft_tokens = 16: at most 15 on npu"),
         ({"page_tokens": 16}, r"cache\.page_tokens = 16: must be a multiple of 128 on npu"),
+        ({"draft_head": "fp8"}, r"speculation\.draft_head = 'fp8': must be model on npu"),
         ({"watchdog_s": 200}, r"ray\.collective_timeout_s = 120.0: must exceed ray\.watchdog_s"),
     ],
 )
