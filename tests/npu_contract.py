@@ -14,8 +14,10 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -162,6 +164,80 @@ def check_captures(module: Any) -> None:
     assert "actual_seq_lengths_kv" in keys
 
 
+class TaskGroups:
+    """torch.npu whose graphs run torch_npu's own dispatch mode, over logged device calls."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.records: list[Any] = []
+
+    def logged(self, name: str, result: Any = None) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.log.append(name)
+            return result
+
+        return call
+
+    def NPUGraph(self) -> Any:
+        mode = NPU.graphs._GraphDispatchMode()
+        self.records = mode.graph_dispatch_records
+        return types.SimpleNamespace(
+            mode=mode,
+            update=lambda cpu_update_input: mode.update_capture_record(cpu_update_input),
+            replay=self.logged("replay"),
+            pool=lambda: "pool",
+        )
+
+    def graph(self, npu_graph: Any, **how: Any) -> Any:
+        return npu_graph.mode
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In place of what needs a device."""
+        event = types.SimpleNamespace(**{n: self.logged(n) for n in ("wait", "reset", "record")})
+        names = ("group_begin", "group_end", "update_begin", "update_end")
+        tasks = {f"graph_task_{name}": self.logged(name, "handle") for name in names}
+        stream = {"Stream": lambda: None, "current_stream": lambda: None}
+        with (
+            mock.patch.multiple(NPU.graphs, **tasks),
+            mock.patch.multiple(
+                NPU, ExternalEvent=lambda: event, stream=lambda s: nullcontext(), **stream
+            ),
+        ):
+            yield
+
+
+def check_task_groups() -> None:
+    """torch_npu's own capture and update code around our attention calls: each becomes a task
+    group of its own, its lists are rewritten before the replay, in order."""
+    score = "npu::npu_fused_infer_attention_score"
+    for name, fake in (
+        (f"npu::_{score[5:]}_get_max_workspace", lambda q, *_, **__: q.new_empty(1)),
+        (f"npu::_{score[5:]}_infer_output", lambda q, *_, **__: (q.clone(), q.new_empty(1))),
+        (f"{score}.out", lambda *_, out, **__: tuple(out)),
+    ):
+        torch.library.register_fake(name, fake)
+    runtime = TaskGroups()
+    ops = backend.NpuOps(META, torch.ops.npu, runtime)
+    q, pages = (torch.empty(s, dtype=BF16, device=META) for s in ((2, 4, 8, 256), (5, 128, 2, 256)))
+    table, gate = torch.empty(2, 3, dtype=torch.int64, device=META), q.flatten(2)
+    lists = [[4, 9], [5, 10]]
+
+    def work() -> list[torch.Tensor]:
+        return [ops.paged_attention(q, pages, pages, table, table, table, gate, x) for x in lists]
+
+    with runtime.installed():
+        replay, out, _ = ops.capture(work, None)
+        assert [t.shape for t in out] == [gate.shape] * 2
+        assert runtime.log == ["wait", "reset", "group_begin", "group_end"] * 2
+        lists[0][:], lists[1][:] = [7, 300], [8, 301]
+        runtime.log.clear()
+        replay()
+    assert runtime.log == [*["update_begin", "update_end", "record"] * 2, "replay"]
+    assert [r.kwargs["actual_seq_lengths_kv"] for r in runtime.records] == [[7, 300], [8, 301]]
+    assert all(r.kwargs["actual_seq_lengths"] == [4, 8] for r in runtime.records)
+
+
 def check_device_calls() -> None:
     """What claim_npu, open_npu and Device.fetch call."""
     inspect.signature(NPU.set_device).bind(0)
@@ -299,6 +375,7 @@ def main(folder: Path) -> None:
         "operations": lambda: check_operations(backend),
         "fake signatures": check_fake_signatures,
         "captures": lambda: check_captures(backend),
+        "task groups": check_task_groups,
         "device calls": check_device_calls,
         "group options": check_group_options,
         "torch operations": lambda: check_torch_operations(folder),

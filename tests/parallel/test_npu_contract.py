@@ -24,7 +24,7 @@ CANN = re.compile(r"(acl|Hccl|Msprof|rt[A-Z]|GE|_ZNK?2ge)\w*")
 LIBRARIES = ("hccl", "ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
 RETURN_TEXT = {"aclGetRecentErrMsg", "aclrtGetSocName"}
 CHECKS = (
-    "operations", "fake signatures", "captures", "device calls", "group options",
+    "operations", "fake signatures", "captures", "task groups", "device calls", "group options",
     "torch operations", "renamed arguments",
 )  # fmt: skip
 
