@@ -234,7 +234,8 @@ def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping
     if not visible:
         return int(mine[0])
     listed = [part.strip() for part in visible.split(",")]
-    if device == "npu" and listed != sorted(listed, key=int):
+    whole = all(map(str.isdigit, listed))
+    if device == "npu" and not (whole and listed == sorted(listed, key=int)):
         raise PlacementError(f"{VISIBLE[device]}={visible}: CANN needs the ids in ascending order")
     if mine[0] not in listed:
         raise PlacementError(f"Ray assigned {mine[0]}, which {VISIBLE[device]}={visible} hides")

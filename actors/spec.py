@@ -72,7 +72,8 @@ class ParallelSpec:
     collective: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
     """What carries tensors between ranks; auto picks by device."""
     rank_cpus: tuple[str, ...] | Literal["auto"] | None = "auto"
-    """One range a rank ("240-279"); auto: an even split where CPUs suffice; null: no pinning."""
+    """One range a rank ("240-279"); auto: an even split where CPUs suffice, on npu
+    those near the card where npu-smi names them; null: no pinning."""
     driver_cpus: str | None = None
     """Range of the driver; null leaves it alone."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -183,6 +184,18 @@ class NpuOps(CpuOps):
         out = out.unflatten(0, (batch, rows))
         return self._prefill_end(out, proj, layer, slots, counts, window, state)
 
+    def solve_unit_lower(self, lower: Tensor, right: Tensor) -> Tensor:
+        """Forward substitution by blocks of 1, 2, 4 ... rows, in matrix products.
+
+        The device's own solver is documented for double and complex numbers too, as operations of
+        its AI CPU are; products surely run on the cores, and can be captured.
+        """
+        first, *larger = _blocks_below(lower.shape[-1], lower.device)
+        inverse = torch.eye(lower.shape[-1], device=lower.device) - lower * first
+        for below in larger:
+            inverse = inverse - inverse @ (lower * below) @ inverse
+        return inverse @ right
+
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
         """The device's own arg max may return any of equals; the least id is taken in so many
         words, and is a real one where padding rows are NaN."""
@@ -226,6 +239,17 @@ class NpuOps(CpuOps):
             graph.replay()
 
         return replay, outputs, pool or graph.pool()
+
+
+@cache
+def _blocks_below(rows: int, device: torch.device) -> list[Tensor]:
+    """[R, R] for blocks of 1, 2, 4 ... rows: 1 where an odd block's rows meet the even's before."""
+    row, masks, size = torch.arange(rows, device=device), [], 1
+    while size < rows:
+        block = row // size
+        masks.append(((block[:, None] == block + 1) & (block % 2 == 0)).float())
+        size *= 2
+    return masks
 
 
 def claim_npu(index: int) -> None:

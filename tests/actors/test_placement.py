@@ -79,6 +79,7 @@ def test_the_device_index_counts_among_visible_devices(
     ("device", "ids", "environ", "says"),
     [
         ("npu", {"NPU": ["1"]}, {"ASCEND_RT_VISIBLE_DEVICES": "1,0"}, "ascending"),
+        ("npu", {"NPU": ["1"]}, {"ASCEND_RT_VISIBLE_DEVICES": "1,npu2"}, "ascending"),
         ("cuda", {"GPU": ["1"]}, {"CUDA_VISIBLE_DEVICES": "0"}, "hides"),
         ("cuda", {"GPU": ["0", "1"]}, {}, "a rank takes one"),
         ("npu", {}, {}, "a rank takes one"),

@@ -168,8 +168,21 @@ def test_a_float32_state_is_never_rounded(coarse: bool, dtype: torch.dtype) -> N
     proj = drawn(1, 5, sum(mine.widths), dtype=dtype, seed=7)
     slots, counts = torch.tensor([1]), torch.tensor([5])
     near(ops.gdn_prefill(proj, mine, slots, counts), CPU.gdn_prefill(proj, theirs, slots, counts))
-    assert torch.equal(mine.state, theirs.state)
+    torch.testing.assert_close(mine.state, theirs.state, atol=1e-6, rtol=1e-5)
     assert "npu_chunk_gated_delta_rule" not in ops._npu.calls
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6, 16, 17, 64])
+def test_blocks_solve_as_substitution_does(rows: int) -> None:
+    """Entries up to 1 in size, where a power series of the matrix would overflow its digits."""
+    lower, right = drawn(3, rows, rows).clamp(-1, 1), drawn(3, rows, 8, seed=1)
+    lower = lower.tril() * torch.tensor([0.1, 0.4, 1.0])[:, None, None] / rows**0.5
+    lower[2] = torch.ones(rows, rows).tril()
+    want = torch.linalg.solve_triangular(
+        lower.double(), right.double(), upper=False, unitriangular=True
+    )
+    mine, cpu = (ops.solve_unit_lower(lower, right).double() for ops in (backend(), CPU))
+    assert (mine - want).abs().max() < 4 * (cpu - want).abs().max() + 1e-6
 
 
 def test_the_least_id_wins_among_equals_and_nan_rows_yield_a_real_id() -> None:
