@@ -1,4 +1,4 @@
-"""The command line: `outrider generate`, `outrider plan` and `outrider doctor`.
+"""The command line: `outrider generate`, `plan`, `doctor` and `bench`.
 
     argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
 
@@ -34,6 +34,7 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 the engine failed; 2 wrong option, configuration, prompt or checkpoint; "
     "130 interrupted by Ctrl-C."
 )
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 OUR_ROOMS = ("actors", "model", "parallel")
 
 app = typer.Typer(
@@ -239,6 +240,15 @@ def doctor(
     text, code = report(examine(load_spec(_config_file(config), options)), as_json=as_json)
     print(text)
     raise typer.Exit(code)
+
+
+@app.command(add_help_option=False, context_settings=PASS_ON)
+def bench(context: typer.Context) -> None:
+    """Measure an engine: times, acceptance, exactness; `outrider bench --help` has the options."""
+    from benchmarks.latency import app as measure
+
+    command = typer.main.get_command(measure)
+    command.main(context.args, prog_name="outrider bench", standalone_mode=False)
 
 
 def _plan_table(report: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from actors.messages import (
@@ -120,6 +121,7 @@ class Handle:
         return Chunk(
             token_ids=tokens,
             text=text,
+            at_s=self._last_s - self._submitted_s,
             finish_reason=finish,
             stats=self.stats() if self._ended else None,
         )
@@ -152,6 +154,7 @@ class Handle:
             accepted_per_position=list(tally.per_position),
             ttft_s=self._first_s - self._submitted_s,
             tpot_s=(self._last_s - self._first_s) / after if after else 0.0,
+            e2e_s=self._last_s - self._submitted_s,
         )
 
     def _decode(self, tokens: list[int], finish: str | None) -> str:
@@ -199,12 +202,15 @@ class Driver:
         """Ready once a token has come through every rank and wire. ConfigError, EngineDeadError."""
         starting = asyncio.ensure_future(self._ranks.start())
         try:
-            _, self._text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
+            pages, self._text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             await self._ranks.kill()
             raise
+        if pages is not None:
+            self.limits = replace(self.limits, num_pages=pages)
+            self._scheduler = Scheduler(self.limits)
         for work in (
             self._pump(),
             self._dispatch_due(),

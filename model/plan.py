@@ -106,17 +106,6 @@ def check_device(run: RunConfig, can: Capabilities) -> None:
         )
 
 
-def check_memory(run: RunConfig, plan: MemoryPlan, free_bytes: int | None) -> None:
-    """Raise ConfigError when what will be allocated exceeds what the device has left."""
-    need = plan.total_bytes(run.num_pages)
-    if free_bytes is not None and need > free_bytes:
-        raise ConfigError(
-            f"cache.num_pages = {run.num_pages}: weights, {run.max_slots} slots and pages take "
-            f"{need:,} bytes, the device has {free_bytes:,} free: lower cache.num_pages or "
-            f"limits.max_slots, or use more ranks (parallel.tensor_parallel)"
-        )
-
-
 def check_pages(run: RunConfig, plan: MemoryPlan) -> None:
     """Raise ConfigError when not even one request of one token fits."""
     least = 1 + pages_for(2 + overshoot_rows(run.draft_tokens), run.page_tokens)

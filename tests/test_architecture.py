@@ -46,7 +46,9 @@ BROAD_EXCEPTS = {
 }
 """path::function -> why it may swallow an exception it cannot name."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "types", "common", "misc"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CORE_LINES = 400, 60, 6600
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_CORE_LINES, MAX_KERNEL_LINES = 7000, 2500
+KERNELS = "parallel/kernels/"
 DOCSTRING_LINES = range(3, 9)
 
 
@@ -203,9 +205,19 @@ def functions_are_short(root: Path) -> list[str]:
 
 
 def core_is_small(root: Path) -> list[str]:
-    total = sum(len(code_lines(source)) for source in sources(root, ROOMS))
-    rule = f"{', '.join(ROOMS)}: {total} code lines, fewer than {MAX_CORE_LINES}"
-    return [rule] if total >= MAX_CORE_LINES else []
+    """Kernels count apart: leaves that a reader of the rooms need not open."""
+    kernels = rest = 0
+    for source in sources(root, ROOMS):
+        if source.path.startswith(KERNELS):
+            kernels += len(code_lines(source))
+        else:
+            rest += len(code_lines(source))
+    complaints = []
+    if rest >= MAX_CORE_LINES:
+        complaints.append(f"{', '.join(ROOMS)}: {rest} code lines, fewer than {MAX_CORE_LINES}")
+    if kernels >= MAX_KERNEL_LINES:
+        complaints.append(f"{KERNELS}: {kernels} code lines, fewer than {MAX_KERNEL_LINES}")
+    return complaints
 
 
 def modules_open_with_a_map(root: Path) -> list[str]:
@@ -365,8 +377,8 @@ VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
     (device_libraries_stay_in_backends, "parallel/graph.py", "import triton.language as tl\n"),
     (chips_are_not_named_outside_parallel, "model/mtp.py", "torch.cuda.synchronize()\n"),
     (chips_are_not_named_outside_parallel, "actors/rank.py", "from torch import npu\n"),
-    (host_syncs_stay_in_the_runner, "model/verify.py", "kept = agree.sum().item()\n"),
-    (host_syncs_stay_in_the_runner, "model/verify.py", "ids = tokens.tolist()\n"),
+    (host_syncs_stay_in_the_runner, "model/mtp.py", "kept = agree.sum().item()\n"),
+    (host_syncs_stay_in_the_runner, "model/mtp.py", "ids = tokens.tolist()\n"),
     (host_syncs_stay_in_the_runner, "parallel/vocab.py", "x = logits.cpu()\n"),
     (host_syncs_stay_in_the_runner, "parallel/vocab.py", "x = logits.numpy()\n"),
     (host_syncs_stay_in_the_runner, "actors/driver.py", "x = logits.to('cpu', torch.int64)\n"),
@@ -421,7 +433,7 @@ def test_a_clean_tree_keeps_the_rule(rule: Rule, clean: Path) -> None:
 @pytest.mark.parametrize(("rule", "path", "text"), VIOLATIONS)
 def test_a_violation_turns_the_rule_red(rule: Rule, path: str, text: str, clean: Path) -> None:
     if rule is core_is_small:
-        for number in range(17):
+        for number in range(18):
             (clean / f"model/part{number}.py").write_text("x = 1\n" * 400)
     elif path == "model/gone.py":
         (clean / "README.md").write_text(README.replace("  runner.py", "  gone.py\n  runner.py"))

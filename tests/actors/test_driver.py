@@ -340,3 +340,22 @@ def test_a_tokenizer_that_cannot_load_ends_the_start():
         assert ranks.killed
 
     run(work)
+
+
+class RoomForTwelve(ThreadRanks):
+    """Ranks whose devices hold fewer pages than were wanted."""
+
+    async def start(self) -> int:
+        await super().start()
+        return 12
+
+
+def test_requests_are_held_to_the_pages_that_the_ranks_have_room_for():
+    async def work() -> None:
+        async with driving(RoomForTwelve([Counting()]), max_model_len=200) as (driver, _):
+            assert driver.stats()["num_pages"] == 12
+            assert len((await driver.submit(ask([1], max_tokens=60)).result()).token_ids) == 60
+            with pytest.raises(RequestError, match="the cache has 11"):
+                driver.submit(ask([1], max_tokens=120))
+
+    run(work)
