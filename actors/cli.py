@@ -1,4 +1,4 @@
-"""The command line: `outrider generate`, `outrider plan` and `outrider bench`.
+"""The command line: `outrider generate`, `plan`, `doctor` and `bench`.
 
     argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
 
@@ -222,6 +222,24 @@ def plan(
         report |= {"num_pages": pages, "total_bytes": layout.total_bytes(pages)}
     finally:  # the numbers say why it does not fit
         print(json.dumps(report) if as_json else _plan_table(report))
+
+
+@app.command(epilog=EXIT_CODES)
+def doctor(
+    config: Config = None,
+    model: Model = None,
+    tensor_parallel: TensorParallel = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check devices, drivers, packages, CPUs, memory, Ray and checkpoint; exit 1 if one blocks."""
+    from actors.doctor import examine, report
+    from actors.spec import load_spec
+
+    options = _options(sets, model, None, None, tensor_parallel)
+    text, code = report(examine(load_spec(_config_file(config), options)), as_json=as_json)
+    print(text)
+    raise typer.Exit(code)
 
 
 @app.command(add_help_option=False, context_settings=PASS_ON)

@@ -26,11 +26,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.spec import Spec
+from actors.spec import RANK_ENV, VISIBLE, Spec
 from model.config import ConfigError
+from parallel.affinity import allowed_cpus, card_cpus, npu_topology
 
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 DRIVER_CPUS = 1
 
 RAY_ENV = {
@@ -201,13 +201,23 @@ def bundle_options(
     }
 
 
-def rank_env(device: str) -> dict[str, str]:
-    """Variables that must stand before Ray prepares the worker of a rank.
+def rank_env(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that must stand before Ray prepares the worker of a rank; `environ` wins.
 
-    cuda: peer memory needs every GPU visible, so the rank picks its own by index. npu: Ray shows
-    the rank just its device. Each set costs a cold worker start, so the CPU has none.
+    Each set costs a cold worker start, so the CPU has none.
     """
-    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if device == "cuda" else {}
+    return {name: environ.get(name, value) for name, value in RANK_ENV.get(device, {}).items()}
+
+
+def near_cpus(device: str, ids: Mapping[str, Sequence[str]]) -> frozenset[int] | None:
+    """CPUs near the NPU that Ray assigned (ids as in `device_index`), None where nobody says.
+
+    Read before torch is imported; cards of the same NUMA node share its CPUs evenly.
+    """
+    mine = ids.get(RESOURCES.get(device, ""), ())
+    if device != "npu" or len(mine) != 1:
+        return None
+    return card_cpus(npu_topology(), allowed_cpus()).get(int(mine[0]))
 
 
 def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
@@ -224,7 +234,8 @@ def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping
     if not visible:
         return int(mine[0])
     listed = [part.strip() for part in visible.split(",")]
-    if device == "npu" and listed != sorted(listed, key=int):
+    whole = all(map(str.isdigit, listed))
+    if device == "npu" and not (whole and listed == sorted(listed, key=int)):
         raise PlacementError(f"{VISIBLE[device]}={visible}: CANN needs the ids in ascending order")
     if mine[0] not in listed:
         raise PlacementError(f"Ray assigned {mine[0]}, which {VISIBLE[device]}={visible} hides")

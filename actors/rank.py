@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from actors.messages import Address, DivergenceError, Hello, Loading, Orders, Postbox, Wire
-from actors.placement import device_index
+from actors.placement import device_index, near_cpus
 from actors.spec import Spec
 from model.config import RunConfig, load_config
 from model.step import Join, Leave, Plan, Progress, StepEvent
@@ -184,7 +184,8 @@ class Rank:
         self.setup = setup
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if setup.cpus is not None:
-            os.environ["OMP_NUM_THREADS"] = str(len(setup.cpus))
+            if setup.device != "npu":
+                os.environ["OMP_NUM_THREADS"] = str(len(setup.cpus))
             pin_process(setup.cpus)
         if setup.device != "npu":
             os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -300,7 +301,7 @@ class Rank:
         # The OpenMP pool belongs to the calling thread, and Ray may change threads between calls.
         import torch
 
-        torch.set_num_threads(len(self.setup.cpus or (0,)))
+        torch.set_num_threads(1 if self.setup.device == "npu" else len(self.setup.cpus or (0,)))
 
 
 def settle_pages(setup: RankSetup, index: int) -> int:
@@ -337,6 +338,9 @@ class RankActor:
     _rank: Rank
 
     def wake(self, setup: RankSetup) -> Location:
+        if setup.device == "npu" and setup.spec.parallel.rank_cpus == "auto":
+            ids = ray.get_runtime_context().get_accelerator_ids()
+            setup = replace(setup, cpus=near_cpus(setup.device, ids) or setup.cpus)
         self._rank = Rank(setup)
         node = ray.get_runtime_context().get_node_id()
         return Location(node=node, host=ray.util.get_node_ip_address(), pid=os.getpid())

@@ -33,6 +33,20 @@ from parallel import affinity
 DEFAULT_FILE = "cluster.yaml"
 MAX_AUTO_MODEL_LEN = 4096
 COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+RANK_ENV = {
+    # Peer memory needs every GPU visible, so a rank picks its own by index.
+    "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
+    "npu": {
+        "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
+        "TASK_QUEUE_ENABLE": "1",  # launches overlap; level 2 also workspaces, for more memory
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
+    },
+}
+"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
+NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
+"""What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
 RAY_LAUNCHER_KEYS = {
     "cluster_name", "provider", "auth", "docker", "available_node_types", "head_node_type",
     "max_workers", "file_mounts", "setup_commands", "head_setup_commands",
@@ -58,7 +72,8 @@ class ParallelSpec:
     collective: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
     """What carries tensors between ranks; auto picks by device."""
     rank_cpus: tuple[str, ...] | Literal["auto"] | None = "auto"
-    """One range a rank ("240-279"); auto: an even split where CPUs suffice; null: no pinning."""
+    """One range a rank ("240-279"); auto: an even split where CPUs suffice, on npu
+    those near the card where npu-smi names them; null: no pinning."""
     driver_cpus: str | None = None
     """Range of the driver; null leaves it alone."""
 
@@ -82,8 +97,8 @@ class SpeculationSpec:
 class CacheSpec:
     """Paged KV memory of one rank."""
 
-    page_tokens: Count = 16
-    """Tokens a page holds."""
+    page_tokens: Count | Literal["auto"] = "auto"
+    """Tokens a page holds; auto: 16, on npu 128."""
     num_pages: Count | Literal["auto"] = "auto"
     """auto: max_slots requests of full length, or what the memory holds if that is less."""
     max_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.84
@@ -171,6 +186,13 @@ class Spec:
             return self.dtype
         return "float32" if self.device == "cpu" else "bfloat16"
 
+    @property
+    def resolved_page_tokens(self) -> int:
+        """cache.page_tokens with "auto" replaced."""
+        if self.cache.page_tokens != "auto":
+            return self.cache.page_tokens
+        return NPU_PAGE_TOKENS if self.device == "npu" else 16
+
     def rank_cpu_sets(
         self, allowed: frozenset[int] | None = None
     ) -> tuple[frozenset[int] | None, ...]:
@@ -247,7 +269,7 @@ class Spec:
             draft_head=self.speculation.draft_head,
             max_slots=self.limits.max_slots,
             max_model_len=self.max_model_len(model),
-            page_tokens=self.cache.page_tokens,
+            page_tokens=self.resolved_page_tokens,
             num_pages=num_pages,
             prefill_chunk=self.limits.prefill_chunk,
             batch_buckets=self.limits.batch_buckets,
@@ -515,9 +537,28 @@ def _check_fits(spec: Spec) -> None:
         raise spec.error("parallel.collective", rule)
     if spec.device == "cpu" and not spec.ray.cpus_per_rank:
         raise spec.error("ray.cpus_per_rank", "must be from 1 on device cpu: it places the rank")
+    if spec.device == "npu":
+        _check_npu(spec)
     for key in ("ablation.greedy_probabilities", "ablation.gather_logits"):
         if getattr(spec.ablation, key.partition(".")[2]) and spec.speculation.draft_head != "model":
             raise spec.error(key, "needs speculation.draft_head = model: an fp8 head has no logits")
     buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
     if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
         raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")
+
+
+def _check_npu(spec: Spec) -> None:
+    if spec.speculation.draft_tokens >= NPU_MAX_ROWS:
+        rule = (
+            f"at most {NPU_MAX_ROWS - 1} on npu: attention there takes {NPU_MAX_ROWS} rows, K + 1"
+        )
+        raise spec.error("speculation.draft_tokens", rule)
+    if spec.resolved_page_tokens % NPU_PAGE_TOKENS:
+        raise spec.error("cache.page_tokens", f"must be a multiple of {NPU_PAGE_TOKENS} on npu")
+    if spec.speculation.draft_head == "fp8":
+        raise spec.error("speculation.draft_head", "must be model on npu: no float8 products there")
+    if spec.ray.collective_timeout_s <= spec.ray.watchdog_s:
+        rule = (
+            f"must exceed ray.watchdog_s = {spec.ray.watchdog_s:g} on npu: the driver, not HCCL, "
+        )
+        raise spec.error("ray.collective_timeout_s", rule + "is to find a stuck rank")

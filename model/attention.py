@@ -55,6 +55,13 @@ class Attention:
             rows.kv_index,
         )
         out = ops.paged_attention(
-            q, self.k_pages, self.v_pages, rows.block_table, rows.positions, rows.lengths, gate
+            q,
+            self.k_pages,
+            self.v_pages,
+            rows.block_table,
+            rows.positions,
+            rows.lengths,
+            gate,
+            rows.reach,
         )
         return self.o_proj(out)

@@ -44,6 +44,8 @@ class Rows:
     """Most factor rows that any of the slots has waiting to be folded."""
     prefill: bool = False
     """True: every real row is kept, so states advance at once and no factors wait."""
+    reach: list[int] | None = None
+    """[B] positions[:, -1] + 1, where the device wants it on the host."""
     fold: Tensor | None = None
     """[B] int64: rows of the last pass to fold; a verify pass needs it"""
 

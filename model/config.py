@@ -51,6 +51,8 @@ class GdnConfig:
     conv_kernel: int
     gate: str
     """Activation of the output gate z: "silu" or "sigmoid"."""
+    coarse_state: bool = False
+    """The checkpoint is content with a bfloat16 state (mamba_ssm_dtype)."""
 
     @property
     def key_dim(self) -> int:
@@ -208,6 +210,7 @@ def load_config(model_dir: Path) -> ModelConfig:
             head_v_dim=need("linear_value_head_dim"),
             conv_kernel=need("linear_conv_kernel_dim"),
             gate=_gate(text.get("output_gate_type"), path),
+            coarse_state=_coarse_state(text.get("mamba_ssm_dtype"), path),
         ),
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(
@@ -272,6 +275,12 @@ def _gate(value: str | None, path: Path) -> str:
     if value == "sigmoid":
         return value
     raise ConfigError(f"{path}: output_gate_type {value!r}: one of swish, silu, sigmoid is needed")
+
+
+def _coarse_state(value: str | None, path: Path) -> bool:
+    if value in (None, "float32", "bfloat16"):
+        return value == "bfloat16"
+    raise ConfigError(f"{path}: mamba_ssm_dtype {value!r}: float32 or bfloat16 is needed")
 
 
 def _eos_ids(text: dict[str, Any], generation: Path) -> tuple[int, ...]:

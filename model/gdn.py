@@ -40,6 +40,7 @@ class GatedDeltaNet:
             norm_weight=params["norm.weight"],
             eps=config.rms_norm_eps,
             gate=gdn.gate,
+            coarse_state=gdn.coarse_state,
             conv=states.conv[index],
             state=states.state[index],
             factors=states.factors[index],

@@ -43,6 +43,11 @@ class Batch:
     num_pages: int
     sampled: Tensor | None
     """Indices into `slots` of those that sample; None when all are greedy"""
+    reach: tuple[list[int], ...] | None = None
+    """Rows.reach of each draft pass, then of the verify pass"""
+
+    def reach_of(self, index: int) -> list[int] | None:
+        return self.reach[index] if self.reach else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +71,8 @@ class Chunk:
     num_pages: int
     sampled: Tensor | None
     """Indices into `ends` of those that sample"""
+    reach: list[int] | None = None
+    """Rows.reach"""
 
 
 RunPiece = Callable[[int | str, Callable[[], Any]], Any]
@@ -97,7 +104,9 @@ class MtpDrafter:
 
     def observe(self, chunk: Chunk, hidden: Tensor) -> None:
         table = self.slots.table_of(chunk.slots, chunk.num_pages)
-        rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
+        rows = self.slots.rows(
+            chunk.slots, chunk.first, chunk.known, hidden.shape[1], table, reach=chunk.reach
+        )
         self.draft(hidden, chunk.following, rows)
 
     def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
@@ -115,7 +124,8 @@ class MtpDrafter:
 
         It always runs: it refreshes the draft's KV even when nothing is drafted.
         """
-        rows = self.slots.rows(batch.slots, at.start, at.kept, batch.width, at.table)
+        reach = batch.reach_of(0)
+        rows = self.slots.rows(batch.slots, at.start, at.kept, batch.width, at.table, reach=reach)
         m = self.draft(at.hidden, at.fresh, rows)
         last = (at.kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
         m = m.gather(1, last)
@@ -126,7 +136,8 @@ class MtpDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Pass i: hidden and draft of the pass before -> the next [B, 1, H] and [B]."""
         slots, one = batch.slots, self.slots.ones[: len(batch.slots)]
-        rows = self.slots.rows(slots, at.length, one, 1, at.table, shift=i - 1)
+        reach = batch.reach_of(i)
+        rows = self.slots.rows(slots, at.length, one, 1, at.table, shift=i - 1, reach=reach)
         m = self.draft(m, draft.unsqueeze(1), rows)
         return m, self.head.greedy(m.squeeze(1))
 
@@ -187,6 +198,7 @@ class Iteration:
             chunk.tokens.shape[1],
             state.table_of(chunk.slots, chunk.num_pages),
             prefill=True,
+            reach=chunk.reach,
         )
         hidden = self.target(chunk.tokens, rows)
         if self.drafter:
@@ -231,6 +243,7 @@ class Iteration:
             more=1,
             fold=at.fold,
             waiting=batch.waiting,
+            reach=batch.reach_of(-1),
         )
         hidden = self.target(torch.cat((at.last.unsqueeze(1), drafts), 1), rows)
         targets = self._pick(hidden, batch, at.length)

@@ -14,6 +14,7 @@ import torch
 
 from model.config import ConfigError, ModelConfig, RunConfig
 from model.weights import rules
+from parallel.device import Capabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +90,20 @@ def overshoot_rows(draft_tokens: int) -> int:
     An iteration writes K+1 rows; the host learns of the end one iteration late at most.
     """
     return 2 * (draft_tokens + 1)
+
+
+def check_device(run: RunConfig, can: Capabilities) -> None:
+    """Raise ConfigError for what the ranks' kind of device cannot run."""
+    if can.max_rows is not None and run.draft_tokens + 1 > can.max_rows:
+        raise ConfigError(
+            f"speculation.draft_tokens = {run.draft_tokens}: attention on this device takes "
+            f"{can.max_rows} rows a slot, K + 1 of them: set it to {can.max_rows - 1} or less"
+        )
+    if run.page_tokens % can.page_multiple:
+        raise ConfigError(
+            f"cache.page_tokens = {run.page_tokens}: this device needs a multiple of "
+            f"{can.page_multiple}"
+        )
 
 
 def check_pages(run: RunConfig, plan: MemoryPlan) -> None:

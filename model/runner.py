@@ -20,7 +20,7 @@ from torch import Tensor
 from model import ablation
 from model.config import RunConfig, load_config
 from model.iteration import Batch, Chunk, Drafter, Iteration
-from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
+from model.plan import check_device, check_pages, memory_plan, overshoot_rows, pages_for
 from model.step import Join, Leave, Progress, Sampling
 from model.weights import load
 from parallel.device import Device, Fetched
@@ -43,6 +43,8 @@ class Slot:
     """Results under way; each brings one token at least."""
     waiting: int = 0
     """Rows of its last verify pass; 0 right after prefill."""
+    kept: int = 1
+    """Of those, the ones kept, as far as the host has read; 1 right after prefill."""
 
     @property
     def prompt(self) -> list[int]:
@@ -90,6 +92,7 @@ class Runner:
     ) -> None:
         self.run, self.device = run, ablation.old_device(device, run.ablation)
         self.model = load_config(Path(run.model_dir))
+        check_device(run, device.capabilities)
         check_pages(run, memory_plan(self.model, run))
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
@@ -235,38 +238,62 @@ class Runner:
         slots = [s.join.slot for s in held] + [run.max_slots] * padding
         own_limits = limits + [0] * padding
         if graphs and not sampled:
-            return self._standing_batch(slots, own_limits, k)
+            return self._standing_batch(slots, own_limits, k, held)
         reach = max(len(s.prompt) + s.emitted for s in held) + (self.run_ahead + 1) * (
             run.draft_tokens + 1
         )
         waiting = max(s.waiting for s in held)
+        width = max(1, waiting)
         return Batch(
             slots=self._ints(slots),
             limits=self._ints(own_limits),
             num_drafts=k,
-            width=max(1, waiting),
+            width=width,
             waiting=waiting,
             num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
             sampled=self._ints(sampled) if sampled else None,
+            reach=self._reach(held, len(slots), k, width),
         )
 
-    def _standing_batch(self, slots: list[int], limits: list[int], k: int) -> Batch:
-        """The batch whose tensors a captured iteration reads, with these values in them.
+    def _reach(
+        self, held: list[Slot], size: int, k: int, width: int
+    ) -> tuple[list[int], ...] | None:
+        """Batch.reach where the device wants it; padding slots lie at the start of the null page.
+
+        Only a first token may be under way: the rest follows from results that were read.
+        """
+        if not self.device.capabilities.host_lengths:
+            return None
+        assert self.run_ahead == 0, "host lengths need the results of the iteration before"
+        length = [len(s.prompt) + s.emitted + s.promised - 1 for s in held]
+        padding = size - len(held)
+        first = [p - s.kept + width for p, s in zip(length, held)] + [width] * padding
+        later = [[p + i for p in length] + [1] * padding for i in range(1, k)]
+        return first, *later, [p + k + 1 for p in length] + [k + 1] * padding
+
+    def _standing_batch(
+        self, slots: list[int], limits: list[int], k: int, held: list[Slot]
+    ) -> Batch:
+        """The batch whose tensors (and lists) a captured iteration reads, with these values.
 
         Width, factor rows and pages are the most there can be: counts on the device say the rest.
         """
-        key = (len(slots), k)
+        key, width = (len(slots), k), self.run.draft_tokens + 1
+        reach = self._reach(held, len(slots), k, width)
         if key not in self._batches:
             self._batches[key] = Batch(
                 slots=self._ints(slots),
                 limits=self._ints(limits),
                 num_drafts=k,
-                width=self.run.draft_tokens + 1,
-                waiting=self.run.draft_tokens + 1,
+                width=width,
+                waiting=width,
                 num_pages=self.iteration.slots.max_pages,
                 sampled=None,
+                reach=reach,
             )
         batch = self._batches[key]
+        for standing, now in zip(batch.reach or (), reach or ()):
+            standing[:] = now
         for tensor, values in ((batch.slots, slots), (batch.limits, limits)):
             if self._sent.get(id(tensor)) != values:
                 tensor.copy_(self._ints(values))
@@ -286,8 +313,9 @@ class Runner:
         """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
         waiting = [s for s in self.slots.values() if not s.decoding]
         waiting.sort(key=lambda s: s.join.request)
-        graphs = self.device.capabilities.graphs
-        share = self._share_singly(waiting) if graphs else self._share_padded(waiting)
+        can = self.device.capabilities
+        singly = can.graphs or can.host_lengths
+        share = self._share_singly(waiting) if singly else self._share_padded(waiting)
         firsts = []
         for taken in share:
             first, ending = self._prefill(taken, max(count for _, count in taken))
@@ -313,13 +341,14 @@ class Runner:
         return [taken] if taken else []
 
     def _share_singly(self, waiting: list[Slot]) -> Iterator[list[tuple[Slot, int]]]:
-        """Chunks of one slot each, of a captured width, as many as the budget takes."""
-        budget = self.run.prefill_chunk
+        """Chunks of one slot each, of a captured width if any, as many as the budget takes."""
+        budget, captured = self.run.prefill_chunk, self.device.capabilities.prompt_graphs
         for slot in waiting:
             while budget > 0 and not slot.decoding:
-                count = min(len(slot.prompt) - slot.prefilled, self._prefill_widths()[-1])
+                most = self._prefill_widths()[-1] if captured else budget
+                count = min(len(slot.prompt) - slot.prefilled, most)
                 yield [(slot, count)]  # whose taker advances slot.prefilled
-                budget -= self._prefill_width(count)
+                budget -= self._prefill_width(count) if captured else count
 
     def _prefill_width(self, count: int) -> int:
         return next(w for w in self._prefill_widths() if w >= count)
@@ -329,7 +358,7 @@ class Runner:
     ) -> tuple[Tensor | None, list[Slot]]:
         """One slot's greedy chunk replays a graph of its width; anything else runs eagerly."""
         slot = taken[0][0]
-        graphs = self.device.capabilities.graphs and len(taken) == 1
+        graphs = self.device.capabilities.prompt_graphs and len(taken) == 1
         if not graphs or slot.join.sampling.temperature > 0:
             chunk, ending = self._chunk(taken, width)
             return self.iteration.prefill(chunk), ending
@@ -353,7 +382,7 @@ class Runner:
         widths = [min(64, widest)]
         while widths[-1] < widest:
             widths.append(min(2 * widths[-1], widest))
-        return widths if self.device.capabilities.graphs else widths[:1]
+        return widths if self.device.capabilities.prompt_graphs else widths[:1]
 
     def _chunk(self, taken: list[tuple[Slot, int]], width: int) -> tuple[Chunk, list[Slot]]:
         tokens, following, ends = [], [], []
@@ -378,6 +407,7 @@ class Runner:
             ends=self._ints(ends) if ends else None,
             num_pages=pages_for(reach, self.run.page_tokens),
             sampled=self._ints(sampled) if sampled else None,
+            reach=[reach] if self.device.capabilities.host_lengths else None,
         )
         return chunk, [taken[i][0] for i in ends]
 
@@ -389,6 +419,7 @@ class Runner:
         targets_of, kept_of = launched.verified.wait()
         rows = zip(launched.batch_of, launched.limits, targets_of.tolist(), kept_of.tolist())
         for slot, limit, targets, kept in rows:
+            slot.kept = kept
             progress += self._advance(slot, targets[:kept], drafted=limit, accepted=kept - 1)
         return progress
 

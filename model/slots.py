@@ -88,6 +88,7 @@ class SlotTensors:
         fold: Tensor | None = None,
         waiting: int = 0,
         prefill: bool = False,
+        reach: list[int] | None = None,
     ) -> Rows:
         """Rows from position first + shift of each slot; counts + more of them real, else padding.
 
@@ -110,6 +111,7 @@ class SlotTensors:
             fold=fold,
             waiting=waiting,
             prefill=prefill,
+            reach=reach,
         )
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -70,6 +72,36 @@ def split_evenly(cpus: Iterable[int], parts: int) -> tuple[frozenset[int], ...]:
     size, larger = divmod(len(ordered), parts)
     starts = [i * size + min(i, larger) for i in range(parts + 1)]
     return tuple(frozenset(ordered[a:b]) for a, b in pairwise(starts))
+
+
+def npu_topology() -> str:
+    """What `npu-smi info -t topo` prints; empty where there is no such tool or it fails."""
+    if shutil.which("npu-smi") is None:
+        return ""
+    try:
+        command = ["env", "LC_ALL=C", "npu-smi", "info", "-t", "topo"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def card_cpus(topology: str, allowed: Iterable[int]) -> dict[int, frozenset[int]]:
+    """Allowed CPUs of each card, by physical number: the last column ("0-23") of the rows NPU<n>.
+
+    Cards with one and the same list split it evenly. A card without a list is left out.
+    """
+    near: dict[frozenset[int], list[int]] = {}
+    for row in topology.splitlines():
+        match = re.fullmatch(r"\s*NPU(\d+)\s.*?\s(\d[\d,-]*)\s*", row)
+        if match:
+            near.setdefault(parse_cpu_range(match[2]), []).append(int(match[1]))
+    cards: dict[int, frozenset[int]] = {}
+    for cpus, numbers in near.items():
+        usable = cpus & frozenset(allowed)
+        if len(usable) >= len(numbers):
+            cards |= zip(sorted(numbers), split_evenly(usable, len(numbers)))
+    return cards
 
 
 def usable_cpus(wanted: Iterable[int], allowed: Iterable[int]) -> frozenset[int]:

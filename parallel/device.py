@@ -9,9 +9,9 @@ Shapes: B slots | R rows a slot | H hidden | n, m query and kv heads | d head wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ class GdnLayer:
     """[S, h, Dk, Dv] float32"""
     factors: Tensor
     """[S, X, k Dk + h Dv + h] float32: k, delta and g of the rows that wait to be folded"""
+    coarse_state: bool = False
+    """An operation may round the state to bfloat16 on its way; its memory is float32 all the same.
+    False: only operations that keep float32 are used."""
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -103,6 +106,17 @@ class Capabilities:
     """An iteration can be captured once and replayed."""
     run_ahead: int = 0
     """Iterations that may be enqueued before the results of an earlier one are read."""
+    host_lengths: bool = False
+    """Attention is told on the host how far each slot's rows reach (`reach` of the operations)."""
+    max_rows: int | None = None
+    """Most rows a slot may have in a verify pass, K+1."""
+    page_multiple: int = 1
+    """What the tokens of a page must be a multiple of."""
+
+    @property
+    def prompt_graphs(self) -> bool:
+        """Prompt chunks can be captured: nothing about them is decided on the host."""
+        return self.graphs and not self.host_lengths
 
 
 class Ops(Protocol):
@@ -209,13 +223,15 @@ class Ops(Protocol):
         positions: Tensor,
         lengths: Tensor,
         gate: Tensor,
+        reach: list[int] | None = None,
     ) -> Tensor:
         """Causal attention over pages, scale d^-0.5, softmax in float32; times sigmoid(gate).
 
         q [B, R, n, d]; pages [P, page, m, d]; block_table [B, N]; positions [B, R]; lengths [B];
         gate [B, R, n * d]. A row sees the keys at positions up to its own and below its slot's
         length; whatever lies elsewhere in the pages, NaN included, has no influence.
-        -> [B, R, n * d].
+        reach [B], for devices with `host_lengths`: positions[:, -1] + 1 as the host knows it, in a
+        list that stays where the pass is captured. -> [B, R, n * d].
         """
         ...
 
@@ -318,12 +334,17 @@ class Ops(Protocol):
         ...
 
 
+Capture = Callable[[Callable[[], Any], Any], tuple[Callable[[], None], Any, Any]]
+"""(work, memory pool or None) -> (replay, what the work returned, the pool)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """Results on their way to the host."""
 
     copies: list[Tensor]
-    event: torch.Event | None
+    event: Any
+    """One of the device's, None on the CPU."""
 
     def wait(self) -> list[Tensor]:
         """The results as CPU tensors, once their event has passed."""
@@ -340,6 +361,8 @@ class Device:
     ops: Ops
     tp: Group
     capabilities: Capabilities = Capabilities()
+    capture: Capture | None = None
+    """How work is captured where that is not as on CUDA (parallel/graph.py)."""
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         """Start copying results to the host, behind what is enqueued now; nothing waits here."""
@@ -348,7 +371,7 @@ class Device:
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        event = torch.Event(self.torch_device)
+        event = torch.get_device_module(self.torch_device).Event()
         event.record()
         return Fetched(copies, event)
 
@@ -380,13 +403,12 @@ def claim_device(kind: str, index: int) -> None:
         from parallel.backends.cuda import claim_cuda
 
         return claim_cuda(index)
-    if kind not in DEVICE_KINDS:
-        raise DeviceError(
-            f"device = {kind!r}: one of {', '.join(DEVICE_KINDS)} is needed (cluster.yaml: device)"
-        )
+    if kind == "npu":
+        from parallel.backends.npu import claim_npu
+
+        return claim_npu(index)
     raise DeviceError(
-        f"device: {kind} #{index}: this version has no backend for it. "
-        f"Set device: cpu or cuda in cluster.yaml."
+        f"device = {kind!r}: one of {', '.join(DEVICE_KINDS)} is needed (cluster.yaml: device)"
     )
 
 
@@ -402,6 +424,10 @@ def open_device(kind: str, index: int, tp: Group) -> Device:
         from parallel.backends.cuda import open_cuda
 
         return open_cuda(index, tp)
+    if kind == "npu":
+        from parallel.backends.npu import open_npu
+
+        return open_npu(index, tp)
     from parallel.backends.cpu import CpuOps
 
     return Device(torch_device=torch.device("cpu"), ops=CpuOps(), tp=tp)

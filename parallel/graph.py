@@ -48,31 +48,36 @@ class Graphs:
         if key not in self._graphs:
             self._graphs[key] = (None, None)
             return work()
-        graph, outputs = self._graphs[key]
-        if graph is None:
+        replay, outputs = self._graphs[key]
+        if replay is None:
             try:
-                graph, outputs = self._capture(key, work)
+                replay, outputs = self._capture(key, work)
             except CaptureError as error:
                 if needed:
                     raise
                 log.warning("%s; it runs uncaptured, slower", error)
                 self._eager.add(key)
                 return work()
-        graph.replay()
+        replay()
         return outputs
 
-    def _capture(self, key: Hashable, work: Callable[[], T]) -> tuple[Any, T]:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, key: Hashable, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        capture = self._device.capture or _capture_cuda
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = work()
+            replay, outputs, self._pool = capture(work, self._pool)
         except RuntimeError as error:
             raise CaptureError(
                 f"the work {key} cannot be captured: {operation_of(error)}: {error}"
             ) from error
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = (graph, outputs)
-        return graph, outputs
+        self._graphs[key] = (replay, outputs)
+        return replay, outputs
+
+
+def _capture_cuda(work: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = work()
+    return graph.replay, outputs, pool or graph.pool()
 
 
 def operation_of(error: BaseException) -> str:

@@ -120,8 +120,14 @@ class ProcessGroup(Group):
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float):
         self.rank, self.size = rank, size
+        options = None
+        if backend == "hccl":
+            from parallel.backends.npu import hccl_options
+
+            options = hccl_options(timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=options
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:

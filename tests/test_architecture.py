@@ -36,6 +36,7 @@ HOST_SYNC_HOMES = {
 ENVIRONMENT_HOMES = {
     "actors/placement.py": "variables that Ray and device runtimes want in a rank's process",
     "actors/rank.py": "reads what placement set, before torch is imported",
+    "actors/doctor.py": "shows what is set",
 }
 CLUSTER_FILE_READER = "actors/spec.py"
 BROAD_EXCEPTS = {

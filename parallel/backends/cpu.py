@@ -130,6 +130,7 @@ class CpuOps:
         positions: Tensor,
         lengths: Tensor,
         gate: Tensor,
+        reach: list[int] | None = None,
     ) -> Tensor:
         num_heads, d = q.shape[2:]
         num_kv = k_pages.shape[2]
@@ -259,9 +260,13 @@ class CpuOps:
             sums = (g @ _between(rows, g.device)).unflatten(-1, (rows, rows))
             between = sums.exp() * _causal(rows, g.device)
             mixed = dot_k * between * beta
-            delta = torch.linalg.solve_triangular(mixed, delta, upper=False, unitriangular=True)
+            delta = self.solve_unit_lower(mixed, delta)
             out = out + (dot_q * between) @ delta
         return (out * dk**-0.5).transpose(1, 2), delta.transpose(1, 2)
+
+    def solve_unit_lower(self, lower: Tensor, right: Tensor) -> Tensor:
+        """x of L x = right [..., R, Dv], with L = 1 on the diagonal and [..., R, R] below it."""
+        return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
 
     def gdn_fold(self, state: Tensor, k: Tensor, delta: Tensor, g: Tensor, kept: Tensor) -> Tensor:
         rows, key_heads = k.shape[1:3]

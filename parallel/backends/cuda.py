@@ -135,6 +135,7 @@ class CudaOps(CpuOps):
         positions: Tensor,
         lengths: Tensor,
         gate: Tensor,
+        reach: list[int] | None = None,
     ) -> Tensor:
         return self._attention.paged_attention(
             q, k_pages, v_pages, block_table, positions, lengths, gate

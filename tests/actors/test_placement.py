@@ -11,12 +11,14 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from actors import placement
 from actors.placement import (
     PlacementError,
     bundle_options,
     bundles,
     device_index,
     missing,
+    near_cpus,
     place,
     rank_env,
 )
@@ -77,6 +79,7 @@ def test_the_device_index_counts_among_visible_devices(
     ("device", "ids", "environ", "says"),
     [
         ("npu", {"NPU": ["1"]}, {"ASCEND_RT_VISIBLE_DEVICES": "1,0"}, "ascending"),
+        ("npu", {"NPU": ["1"]}, {"ASCEND_RT_VISIBLE_DEVICES": "1,npu2"}, "ascending"),
         ("cuda", {"GPU": ["1"]}, {"CUDA_VISIBLE_DEVICES": "0"}, "hides"),
         ("cuda", {"GPU": ["0", "1"]}, {}, "a rank takes one"),
         ("npu", {}, {}, "a rank takes one"),
@@ -89,9 +92,24 @@ def test_a_device_that_cannot_be_used_is_an_error(
         device_index(device, ids, environ)
 
 
-def test_only_gpu_ranks_need_their_environment_prepared_by_ray():
-    assert rank_env("cpu") == rank_env("npu") == {}
-    assert rank_env("cuda") == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+def test_ranks_of_devices_have_their_environment_prepared_by_ray():
+    assert rank_env("cpu", {}) == {}
+    assert rank_env("cuda", {}) == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    mine = {"TASK_QUEUE_ENABLE": "2", "HOME": "/"}
+    assert rank_env("npu", mine) == {
+        "HCCL_OP_EXPANSION_MODE": "AIV",
+        "TASK_QUEUE_ENABLE": "2",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def test_an_npu_rank_takes_the_cpus_near_its_card(monkeypatch):
+    monkeypatch.setattr(placement, "npu_topology", lambda: "NPU6  X  HCCS  0-1\nNPU7  HCCS  X  2-3")
+    monkeypatch.setattr(placement, "allowed_cpus", lambda: frozenset(range(4)))
+    assert near_cpus("npu", {"NPU": ["7"]}) == {2, 3}
+    assert near_cpus("npu", {"NPU": ["5"]}) is None
+    assert near_cpus("cpu", {}) is None
 
 
 class Probe:

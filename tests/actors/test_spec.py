@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from actors import spec as spec_module
-from actors.spec import Spec, load_spec, parse_set
+from actors.spec import NPU_MAX_ROWS, NPU_PAGE_TOKENS, Spec, load_spec, parse_set
 from model.config import ConfigError, load_config
 from model.plan import memory_plan
 from parallel import affinity
@@ -61,7 +61,7 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         5,
     )
     assert spec.model == "n"
-    assert spec.cache.page_tokens == 16
+    assert spec.resolved_page_tokens == 16
 
 
 def test_a_section_of_comments_only_is_empty(tmp_path: Path) -> None:
@@ -186,6 +186,29 @@ def test_set_takes_yaml_values(text: str, key: str, value: object) -> None:
 def test_a_set_that_cannot_be_read_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         parse_set(text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"draft_tokens": 16}, r"speculation\.draft_tokens = 16: at most 15 on npu"),
+        ({"page_tokens": 16}, r"cache\.page_tokens = 16: must be a multiple of 128 on npu"),
+        ({"draft_head": "fp8"}, r"speculation\.draft_head = 'fp8': must be model on npu"),
+        ({"watchdog_s": 200}, r"ray\.collective_timeout_s = 120.0: must exceed ray\.watchdog_s"),
+    ],
+)
+def test_what_an_npu_cannot_do_names_the_key(keys: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        made(device="npu", **keys)
+    made(**keys)
+
+
+def test_npu_rules_are_the_backends() -> None:
+    from parallel.backends.npu import CAPABILITIES
+
+    assert CAPABILITIES.max_rows == NPU_MAX_ROWS
+    assert CAPABILITIES.page_multiple == NPU_PAGE_TOKENS
+    assert made(device="npu").resolved_page_tokens == NPU_PAGE_TOKENS
 
 
 def test_dtype_follows_the_device() -> None:

@@ -69,6 +69,7 @@ def test_old_rope_keys_are_read_at_text_level(tmp_path: Path) -> None:
         ({"layer_types": ["full_attention"]}, ["layer_types", "4"]),
         ({"layer_types": ["mamba"] * 4}, ["mamba"]),
         ({"output_gate_type": "gelu"}, ["output_gate_type", "gelu"]),
+        ({"mamba_ssm_dtype": "float16"}, ["mamba_ssm_dtype", "float32 or bfloat16"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn"]),
     ],

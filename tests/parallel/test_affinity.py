@@ -98,3 +98,38 @@ def test_a_system_without_pinning_says_so(monkeypatch) -> None:
     assert affinity.allowed_cpus()
     with pytest.raises(AffinityError, match="Linux only"):
         affinity.pin_process({0})
+
+
+TOPOLOGY = """\
+\t   NPU0       NPU1       NPU2       NPU3       CPU Affinity
+NPU0\t   X          HCCS       HCCS       HCCS       0-3
+NPU1\t   HCCS       X          HCCS       HCCS       0-3
+NPU2\t   HCCS       HCCS       X          HCCS       4-5,8-9
+NPU3\t   HCCS       HCCS       HCCS       X          NA
+
+Legend:
+  X    = Self
+  HCCS = Connection traversing HCCS.
+"""
+
+
+def test_cards_of_one_node_share_its_cpus() -> None:
+    assert affinity.card_cpus(TOPOLOGY, range(9)) == {0: {0, 1}, 1: {2, 3}, 2: {4, 5, 8}}
+    assert affinity.card_cpus(TOPOLOGY, [0, 1, 2]) == {0: {0, 1}, 1: {2}}
+    assert affinity.card_cpus(TOPOLOGY, [0]) == {}
+    assert affinity.card_cpus("", range(9)) == {}
+
+
+def test_the_topology_is_what_npu_smi_prints(tmp_path: Path, monkeypatch) -> None:
+    tool = tmp_path / "npu-smi"
+    tool.write_text(f"#!/bin/sh\n[ \"$*\" = 'info -t topo' ] && cat <<'END'\n{TOPOLOGY}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert affinity.npu_topology() == TOPOLOGY
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    assert affinity.npu_topology() == ""
+
+
+def test_without_npu_smi_there_is_no_topology(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert affinity.npu_topology() == ""

@@ -1,0 +1,311 @@
+"""Ascend NPUs: torch_npu's fused operations where they keep the definition, else plain torch.
+
+    open_npu(index, group) -> Device; NpuOps overrides CpuOps, which stays the definition
+
+Fused attention takes its lengths as host lists. A capture remembers the list each attention call
+was given; a replay first writes the lists' present values into the graph (NPUGraph.update), so
+lists stay, like tensors. torch_npu's delta-rule operations want bfloat16 states: prompts take the
+one in chunks where the checkpoint allows that, all else is torch operations in float32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parallel.backends.cpu import CpuOps
+from parallel.device import Capabilities, Device, DeviceError, GdnLayer
+from parallel.group import Group
+
+CAPABILITIES = Capabilities(graphs=True, host_lengths=True, max_rows=16, page_multiple=128)
+"""run_ahead 0: the host lists of an iteration follow from the results of the one before."""
+FUSED_ATTENTION = frozenset({torch.float16, torch.bfloat16})
+MASK_ROWS = 2048
+"""Side of the lower-triangular mask that the causal modes of fused attention want."""
+CAUSAL_TO_THE_END = 3
+"""sparse_mode: the last row sees all keys of its slot, each row before it one less."""
+CHUNK_HEAD_DIM = 128
+"""The only width of keys and values that the chunked delta rule takes."""
+HCCL_BUFFER_MIB = 64
+NO_RESOURCES = "207008"
+"""CANN's error number when streams or events run out."""
+
+
+class NpuOps(CpuOps):
+    """The NPU backend; see parallel.device.Ops for shapes and meaning."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        npu: Any,
+        runtime: Any,
+        attention: frozenset[torch.dtype] = FUSED_ATTENTION,
+    ) -> None:
+        """npu: torch.ops.npu. runtime: torch.npu. attention: dtypes that take the fused one."""
+        self._npu, self._runtime, self._fused = npu, runtime, attention
+        self._mask = torch.ones(MASK_ROWS, MASK_ROWS, dtype=torch.int8, device=device).triu_(1)
+        self._centred = WeakTensorKeyDictionary()
+        self._by_head = WeakTensorKeyDictionary()
+        self._table: tuple[Tensor, Tensor] | None = None
+        self.captured: list[list[int]] | None = None
+        """While work is captured: the list that each attention call reads, in order."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        """float32 takes the scale as it is; elsewhere it would have to be rounded, so the
+        operation for zero-centred weights gets scale - 1, which a checkpoint holds in x's dtype."""
+        if x.dtype == torch.float32:
+            return self._npu.npu_rms_norm(x.contiguous(), scale, epsilon=eps)[0]
+        if scale not in self._centred:
+            self._centred[scale] = (scale - 1.0).to(x.dtype)
+        weight = self._centred[scale]
+        return self._npu.npu_gemma_rms_norm(x.contiguous(), weight, epsilon=eps)[0]
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if x.dtype != torch.float32:  # there is no such operation for zero-centred weights
+            return super().add_rms_norm(x, residual, scale, eps)
+        normed, _, total = self._npu.npu_add_rms_norm(x, residual, scale, epsilon=eps)
+        return normed, total
+
+    def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
+        wide = z.float()
+        act = F.silu(wide) if gate == "silu" else torch.sigmoid(wide)
+        normed = self._npu.npu_rms_norm(x.float().contiguous(), weight.float(), epsilon=eps)[0]
+        return (normed * act).to(z.dtype)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return self._npu.npu_swiglu(gate_up, dim=-1)
+
+    def qk_norm_rope_write(
+        self,
+        qk: Tensor,
+        v: Tensor,
+        scale: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        index: Tensor,
+    ) -> Tensor:
+        num_kv, width = v.shape[2], cos.shape[-1]
+        num_q = qk.shape[2] - num_kv
+        if scale not in self._by_head:  # q's heads share a row of it, and k's another
+            self._by_head[scale] = (scale[0], scale[num_q])
+        q_scale, k_scale = self._by_head[scale]
+        q = self.rms_norm(qk[:, :, :num_q], q_scale, eps)
+        qk = torch.cat((q, self.rms_norm(qk[:, :, num_q:], k_scale, eps)), 2)
+        turned = qk[..., :width].float().contiguous()
+        turned = self._npu.npu_rotary_mul(turned, cos, sin, rotary_mode="half").to(qk.dtype)
+        qk = torch.cat((turned, qk[..., width:]), -1)
+        q, k = qk.split_with_sizes((num_q, num_kv), 2)
+        self._npu.npu_scatter_pa_kv_cache(
+            k.flatten(0, 1).contiguous(),
+            v.flatten(0, 1).contiguous(),
+            k_pages,
+            v_pages,
+            index.flatten(),
+            cache_mode="Norm",
+        )
+        return q
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        gate: Tensor,
+        reach: list[int] | None = None,
+    ) -> Tensor:
+        """Padding rows see stale keys of their own slot, and nobody reads what they yield."""
+        if q.dtype not in self._fused:
+            return super().paged_attention(
+                q, k_pages, v_pages, block_table, positions, lengths, gate
+            )
+        assert reach is not None, "fused attention wants its lengths on the host (Rows.reach)"
+        if self.captured is not None:
+            self.captured.append(reach)
+        if self._table is None or self._table[0] is not block_table:  # one for all layers
+            self._table = (block_table, block_table.to(torch.int32))
+        num_slots, rows, num_heads, d = q.shape
+        out, _ = self._npu.npu_fused_infer_attention_score(
+            q.flatten(0, 1).contiguous(),
+            k_pages.flatten(2),
+            v_pages.flatten(2),
+            atten_mask=self._mask,
+            actual_seq_lengths=[rows * (b + 1) for b in range(num_slots)],
+            actual_seq_lengths_kv=list(reach),
+            block_table=self._table[1],
+            num_heads=num_heads,
+            scale=d**-0.5,
+            input_layout="TND",
+            num_key_value_heads=k_pages.shape[2],
+            sparse_mode=CAUSAL_TO_THE_END,
+            block_size=k_pages.shape[1],
+        )
+        return out.view(num_slots, rows, -1) * torch.sigmoid(gate)
+
+    def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
+        """In torch_npu's chunks where the checkpoint's state may be bfloat16, else as defined."""
+        widths = {layer.head_k_dim, layer.head_v_dim}
+        if not layer.coarse_state or proj.dtype != torch.bfloat16 or widths != {CHUNK_HEAD_DIM}:
+            return super().gdn_prefill(proj, layer, slots, counts)
+        qk, v, g, beta, window = self._prefill_inputs(proj, layer, slots)
+        batch, rows = proj.shape[:2]
+        real = (torch.arange(rows, device=proj.device) < counts.unsqueeze(1)).unsqueeze(-1)
+        q, k = qk.to(proj.dtype).unbind(2)  # a row with beta = g = 0 leaves the state as it is
+        state = layer.state.index_select(0, slots).transpose(-1, -2).to(proj.dtype)
+        out, state = self._npu.npu_chunk_gated_delta_rule(
+            q.flatten(0, 1).contiguous(),
+            k.flatten(0, 1).contiguous(),
+            v.to(proj.dtype).flatten(0, 1).contiguous(),
+            beta=(beta * real).to(proj.dtype).flatten(0, 1),
+            initial_state=state.contiguous(),
+            actual_seq_lengths=torch.full_like(slots, rows, dtype=torch.int32),
+            scale=layer.head_k_dim**-0.5,
+            g=(g * real).flatten(0, 1),
+        )
+        state = state.float().transpose(-1, -2)
+        out = out.unflatten(0, (batch, rows))
+        return self._prefill_end(out, proj, layer, slots, counts, window, state)
+
+    def solve_unit_lower(self, lower: Tensor, right: Tensor) -> Tensor:
+        """Forward substitution by blocks of 1, 2, 4 ... rows, in matrix products.
+
+        The device's own solver is documented for double and complex numbers too, as operations of
+        its AI CPU are; products surely run on the cores, and can be captured.
+        """
+        first, *larger = _blocks_below(lower.shape[-1], lower.device)
+        inverse = torch.eye(lower.shape[-1], device=lower.device) - lower * first
+        for below in larger:
+            inverse = inverse - inverse @ (lower * below) @ inverse
+        return inverse @ right
+
+    def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
+        """The device's own arg max may return any of equals; the least id is taken in so many
+        words, and is a real one where padding rows are NaN."""
+        wide, last = logits.float(), logits.shape[-1] - 1
+        value = wide.amax(-1, keepdim=True)
+        ids = torch.arange(last + 1, device=logits.device).expand_as(wide)
+        index = ids.masked_fill(wide != value, last).amin(-1) + first_id
+        bits = value.squeeze(-1).view(torch.int32)
+        return torch.stack((bits, index.to(torch.int32)), -1)
+
+    def choose_pair(self, gathered: Tensor) -> Tensor:
+        bits, ids = gathered.unbind(-1)
+        values = bits.contiguous().view(torch.float32)
+        worse = values < values.amax(0, keepdim=True)
+        return ids.masked_fill(worse, torch.iinfo(torch.int32).max).amin(0).to(torch.int64)
+
+    def capture(self, work: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
+        """Capture `work` as an NPUGraph whose replay first brings its host lists up to date."""
+        graph = self._runtime.NPUGraph()
+        self.captured = lists = []
+        try:
+            with self._runtime.graph(
+                graph, pool=pool, auto_dispatch_capture=True, capture_error_mode="thread_local"
+            ):
+                outputs = work()
+        except RuntimeError as error:
+            if NO_RESOURCES in str(error):
+                raise RuntimeError(
+                    f"the NPU has no streams or events left for another graph: list fewer sizes "
+                    f"in limits.batch_buckets (cluster.yaml). {error}"
+                ) from error
+            raise
+        finally:
+            self.captured = None
+
+        def replay() -> None:
+            if lists:
+                graph.update(
+                    cpu_update_input=[{"actual_seq_lengths_kv": list(now)} for now in lists]
+                )
+            graph.replay()
+
+        return replay, outputs, pool or graph.pool()
+
+
+@cache
+def _blocks_below(rows: int, device: torch.device) -> list[Tensor]:
+    """[R, R] for blocks of 1, 2, 4 ... rows: 1 where an odd block's rows meet the even's before."""
+    row, masks, size = torch.arange(rows, device=device), [], 1
+    while size < rows:
+        block = row // size
+        masks.append(((block[:, None] == block + 1) & (block % 2 == 0)).float())
+        size *= 2
+    return masks
+
+
+def claim_npu(index: int) -> None:
+    """Use NPU `index` of the visible ones. DeviceError where torch_npu, CANN or the card lacks."""
+    if importlib.util.find_spec("torch_npu") is None:
+        raise DeviceError(
+            "device: npu: torch_npu is not installed: pip install 'torch_npu==2.13.0' beside "
+            f"torch 2.13 (this is {torch.__version__}), or set device: cpu in cluster.yaml"
+        )
+    try:
+        import torch_npu  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError) as error:
+        raise DeviceError(
+            f"device: npu: torch_npu cannot be loaded: {error}. It needs CANN: install the toolkit "
+            "and kernels of docs/npu.md, then source its set_env.sh before Ray starts"
+        ) from error
+    built_for = ".".join(torch_npu.__version__.split("+")[0].split(".")[:2])
+    if not torch.__version__.startswith(built_for + "."):
+        raise DeviceError(
+            f"device: npu: torch_npu {torch_npu.__version__} is built for torch {built_for}, this "
+            f"is torch {torch.__version__}: install the pair of docs/npu.md, or set device: cpu in "
+            "cluster.yaml"
+        )
+    runtime = torch_npu.npu
+    if not runtime.is_available():
+        raise DeviceError(
+            "device: npu: torch_npu sees no NPU: driver missing (npu-smi info), or "
+            "ASCEND_RT_VISIBLE_DEVICES hides all or is not ascending"
+        )
+    count = runtime.device_count()
+    if index >= count:
+        raise DeviceError(f"device: npu #{index}: {count} are visible (ASCEND_RT_VISIBLE_DEVICES)")
+    runtime.set_device(index)
+
+
+def open_npu(index: int, tp: Group) -> Device:
+    """The claimed NPU as a Device."""
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    where = torch.device("npu", index)
+    ops = NpuOps(where, torch.ops.npu, torch_npu.npu)
+    return Device(
+        torch_device=where, ops=ops, tp=tp, capabilities=CAPABILITIES, capture=ops.capture
+    )
+
+
+def hccl_options(timeout_s: float) -> Any:
+    """Options of a process group: a small buffer, since the largest tensor is a prompt chunk, and
+    an operation that ends on the device as late as on the host."""
+    from torch_npu._C._distributed_c10d import (  # pyright: ignore[reportMissingImports]
+        ProcessGroupHCCL,
+    )
+
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = {
+        "hccl_buffer_size": HCCL_BUFFER_MIB,
+        "hccl_exec_timeout": math.ceil(timeout_s),
+    }
+    return options
