@@ -227,17 +227,22 @@ def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    ids = [item for item in prompts if not isinstance(item, (str, Sequence))]
-    texts = [item for item in prompts if isinstance(item, (str, Sequence))]
-    if ids and texts:
-        raise RequestError(f"prompts mix token ids ({ids[0]}, ...) with whole prompts")
-    if not texts:  # [] too: an empty prompt, which the driver refuses
-        return [_as_ids(ids)]
-    return [text if isinstance(text, str) else _as_ids(text) for text in texts]
+    kinds = set(map(type, prompts))
+    if kinds <= {int}:  # [] too: an empty prompt, which the driver refuses
+        return [list(cast(Sequence[int], prompts))]
+    nested = {kind for kind in kinds if issubclass(kind, (str, Sequence))}
+    if not nested:
+        return [_as_ids(prompts)]
+    if nested != kinds:
+        alone = next(item for item in prompts if type(item) not in nested)
+        raise RequestError(f"prompts mix token ids ({alone}, ...) with whole prompts")
+    return [text if isinstance(text, str) else _as_ids(cast(Any, text)) for text in prompts]
 
 
 def _as_ids(items: Sequence[object]) -> list[int]:
     """Any integers, numpy's too."""
+    if set(map(type, items)) <= {int}:
+        return list(cast(Sequence[int], items))
     ids = []
     for index, item in enumerate(items):
         try:

@@ -162,12 +162,13 @@ class Scheduler:
         limits = self.limits
         if not tokens:
             raise RequestError("the prompt is empty: it needs at least 1 token")
-        for index, token in enumerate(tokens):
-            if not 0 <= token < limits.vocab_size:
-                raise RequestError(
-                    f"prompt token {token} at index {index}: token ids of this model lie in "
-                    f"[0, {limits.vocab_size})"
-                )
+        if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+            wrong = (i for i, token in enumerate(tokens) if not 0 <= token < limits.vocab_size)
+            index = next(wrong)
+            raise RequestError(
+                f"prompt token {tokens[index]} at index {index}: token ids of this model lie in "
+                f"[0, {limits.vocab_size})"
+            )
         longest = limits.max_model_len - 1
         if len(tokens) > longest:
             raise RequestError(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,7 +208,8 @@ class Runner:
         return held.join.request if held else None
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return self.device.send(torch.tensor(values, dtype=torch.int64))
+        # Through numpy: torch.tensor takes four times as long over a list of a prompt's length.
+        return self.device.send(torch.from_numpy(np.array(values, dtype=np.int64)))
 
     def _launch(self) -> Launched:
         firsts = self._launch_prefill()
