@@ -68,6 +68,8 @@ class Request:
 
     prompt: str | list[int]
     sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer before them; their tokens are among `token_ids`."""
     key: str = ""
     """Name under which the caller may abort it; empty: none."""
 
@@ -95,6 +97,8 @@ class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
     text: str
+    logprobs: list[list[tuple[int, float]]]
+    """As model.step.Progress.logprobs; empty unless sampling.logprobs asks for them."""
     finish_reason: str
     seed: int
     stats: RequestStats
@@ -106,6 +110,7 @@ class Chunk:
 
     token_ids: list[int]
     text: str
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
     stats: RequestStats | None = None
 

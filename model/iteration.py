@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model.cache import GdnStates, KvPages
 from model.config import ModelConfig, RunConfig
+from model.edits import NO_WISHES, Wishes
 from model.mtp import MtpDraft
 from model.qwen3_5 import Qwen35
 from model.slots import SlotTensors
@@ -41,7 +42,9 @@ class Batch:
     """Most rows whose factors wait to be folded; 0 when all slots come from prefill"""
     num_pages: int
     sampled: Tensor | None
-    """Indices into `slots` of those that sample; None when all are greedy"""
+    """Indices into `slots` of those that need all logits; None when (value, id) pairs will do"""
+    wishes: Wishes = NO_WISHES
+    """What they need them for"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,8 @@ class Chunk:
     """Indices into `slots` of prompts that end here; None when none does"""
     num_pages: int
     sampled: Tensor | None
-    """Indices into `ends` of those that sample"""
+    """Indices into `ends` of those that need all logits"""
+    wishes: Wishes = NO_WISHES
 
 
 class Drafter(Protocol):
@@ -153,8 +157,11 @@ class Iteration:
         scorer = Fp8Head(head) if self.run.draft_head == "fp8" else head
         return MtpDrafter(MtpDraft(model, tensors, table, pages, own), scorer, self.slots)
 
-    def prefill(self, chunk: Chunk) -> Tensor | None:
-        """Run prompt tokens; -> the first token [E] of each prompt that ends here, or None."""
+    def prefill(self, chunk: Chunk) -> tuple[Tensor, ...] | None:
+        """Run prompt tokens; -> the first token [E] of each prompt that ends here, or None.
+
+        Where log probabilities are wished, those of the sampled prompts follow (`log_probs`).
+        """
         state = self.slots
         rows = state.rows(
             chunk.slots,
@@ -173,18 +180,22 @@ class Iteration:
             return None
         slots, at = chunk.slots[chunk.ends], chunk.counts[chunk.ends] - 1
         last = hidden[chunk.ends, at]  # [E, H]
-        tokens = self.head.greedy(last)
+        tokens, known = self.head.greedy(last), ()
         if chunk.sampled is not None:
             who = slots[chunk.sampled]
-            drawn = state.sample(self.head.logits(last[chunk.sampled]), who, state.length[who])
-            tokens = tokens.index_copy(0, chunk.sampled, drawn)
+            logits, reach = self.head.logits(last[chunk.sampled]), self._reach(chunk)
+            picked, *known = state.pick(logits, who, state.length[who], chunk.wishes, reach)
+            tokens = tokens.index_copy(0, chunk.sampled, picked)
         state.last[slots] = tokens
         state.kept.index_fill_(0, slots, 1)
         state.fresh[slots, 0], state.hidden[slots, 0] = tokens, last
-        return tokens
+        return (tokens, *known)
 
-    def iterate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]]."""
+    def iterate(self, batch: Batch) -> tuple[Tensor, ...]:
+        """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]].
+
+        Where log probabilities are wished, those of the sampled slots' rows follow (`log_probs`).
+        """
         state, slots, k = self.slots, batch.slots, batch.num_drafts
         if self.drafter:
             drafts = self.drafter.propose(batch)
@@ -194,7 +205,7 @@ class Iteration:
         rows = state.rows(slots, length, batch.limits + 1, k + 1, table, waiting=batch.waiting)
         tokens = torch.cat((state.last[slots].unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
-        targets = self._pick(hidden, batch, length)
+        targets, *known = self._pick(hidden, batch, length, tokens)
         kept = accept(drafts, targets, batch.limits)
         self.states.commit(slots, kept)
         state.length[slots] = length + kept
@@ -203,21 +214,35 @@ class Iteration:
         if self.drafter:
             state.fresh[slots, : k + 1] = targets
             state.hidden[slots, : k + 1] = hidden
-        return targets, kept
+        return (targets, kept, *known)
 
-    def _pick(self, hidden: Tensor, batch: Batch, length: Tensor) -> Tensor:
-        """The target's token of every row [B, R]: its argmax, or its draw where a slot samples."""
+    def _reach(self, of: Batch | Chunk) -> int:
+        return of.num_pages * self.run.page_tokens
+
+    def _pick(
+        self, hidden: Tensor, batch: Batch, length: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The target's token of every row [B, R]: its argmax, or its draw where a slot samples.
+
+        tokens [B, R]: the rows' own. Then the log probabilities, where wished.
+        """
         num_slots, num_rows = hidden.shape[:2]
         who = batch.sampled
         if who is None or len(who) < num_slots:
             targets = self.head.greedy(hidden.flatten(0, 1)).view(num_slots, num_rows)
         else:
             targets = length.new_empty(num_slots, num_rows)
-        if who is not None:
-            logits = self.head.logits(hidden[who].flatten(0, 1))
-            ahead = torch.arange(1, num_rows + 1, device=length.device)
-            positions = (length[who].unsqueeze(1) + ahead).flatten()
-            owners = batch.slots[who].repeat_interleave(num_rows)
-            drawn = self.slots.sample(logits, owners, positions).view(len(who), num_rows)
-            targets = targets.index_copy(0, who, drawn)
-        return targets
+        if who is None:
+            return (targets,)
+        owners, first = batch.slots[who], length[who]
+        if batch.wishes.edited:
+            self.slots.edits.note(owners, first, tokens[who])
+        ahead = torch.arange(1, num_rows + 1, device=length.device)
+        picked, *known = self.slots.pick(
+            self.head.logits(hidden[who].flatten(0, 1)),
+            owners.repeat_interleave(num_rows),
+            (first.unsqueeze(1) + ahead).flatten(),
+            batch.wishes,
+            self._reach(batch),
+        )
+        return (targets.index_copy(0, who, picked.view(len(who), num_rows)), *known)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from model.config import RunConfig, load_config
+from model.edits import Wishes
 from model.iteration import Batch, Chunk, Drafter, Iteration
 from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
 from model.step import Join, Leave, Progress, Sampling
@@ -43,6 +44,10 @@ class Slot:
     @property
     def prompt(self) -> list[int]:
         return self.join.tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.join.sampling
 
     @property
     def decoding(self) -> bool:
@@ -199,7 +204,7 @@ class Runner:
 
     def _launch(self) -> Launched:
         first, first_of = self._launch_prefill()
-        fetched = None if first is None else self.device.fetch([first])
+        fetched = None if first is None else self.device.fetch(first)
         held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.wanted > 0]
         if not held:
             return Launched(fetched, first_of, None, [], [])
@@ -219,7 +224,7 @@ class Runner:
         run = self.run
         graphs = self.device.capabilities.graphs
         k = run.draft_tokens if run.pin_rows or graphs else max(limits)
-        sampled = [i for i, s in enumerate(held) if s.join.sampling.temperature > 0]
+        sampled = [i for i, s in enumerate(held) if s.sampling.needs_logits]
         padding = next((n for n in self.buckets if n >= len(held)), len(held)) - len(held)
         slots = self._ints([s.join.slot for s in held] + [run.max_slots] * padding)
         own_limits = self._ints(limits + [0] * padding)
@@ -237,6 +242,7 @@ class Runner:
             waiting=waiting,
             num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
             sampled=self._ints(sampled) if sampled else None,
+            wishes=Wishes.of([held[i].sampling for i in sampled]),
         )
 
     def _standing_batch(self, slots: Tensor, limits: Tensor, k: int) -> Batch:
@@ -269,7 +275,7 @@ class Runner:
             sizes.append(min(2 * sizes[-1], self.run.max_slots))
         return tuple(sizes)
 
-    def _launch_prefill(self) -> tuple[Tensor | None, list[Slot]]:
+    def _launch_prefill(self) -> tuple[tuple[Tensor, ...] | None, list[Slot]]:
         """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
         budget = self.run.prefill_chunk
         taken: list[tuple[Slot, int]] = []
@@ -292,11 +298,11 @@ class Runner:
 
     def _prefill(
         self, taken: list[tuple[Slot, int]], width: int
-    ) -> tuple[Tensor | None, list[Slot]]:
+    ) -> tuple[tuple[Tensor, ...] | None, list[Slot]]:
         """One slot's greedy chunk replays a graph of its width; anything else runs eagerly."""
         slot = taken[0][0]
         graphs = self.device.capabilities.graphs and len(taken) == 1
-        if not graphs or slot.join.sampling.temperature > 0:
+        if not graphs or slot.sampling.needs_logits:
             chunk, ending = self._chunk(taken, width)
             return self.iteration.prefill(chunk), ending
         width = next(w for w in self._prefill_widths() if w >= width)
@@ -331,7 +337,7 @@ class Runner:
             if stop == len(slot.prompt):
                 ends.append(i)
         counts = [count for _, count in taken]
-        sampled = [j for j, i in enumerate(ends) if taken[i][0].join.sampling.temperature > 0]
+        sampled = [j for j, i in enumerate(ends) if taken[i][0].sampling.needs_logits]
         reach = max(s.prefilled + count for s, count in taken)
         chunk = Chunk(
             slots=self._ints([s.join.slot for s, _ in taken]),
@@ -343,6 +349,7 @@ class Runner:
             ends=self._ints(ends) if ends else None,
             num_pages=pages_for(reach, self.run.page_tokens),
             sampled=self._ints(sampled) if sampled else None,
+            wishes=Wishes.of([taken[ends[j]][0].sampling for j in sampled]),
         )
         return chunk, [taken[i][0] for i in ends]
 
@@ -350,21 +357,26 @@ class Runner:
         """Read a step's tokens, once; a slot whose tenant has left meanwhile is passed over."""
         progress = []
         if launched.first is not None:
-            (first,) = launched.first.wait()
+            first, *known = launched.first.wait()
+            logprobs = _log_probs(launched.first_of, known)
             for slot, token in zip(launched.first_of, first.tolist(), strict=True):
-                progress += self._advance(slot, [token], verified=False)
+                progress += self._advance(slot, [token], logprobs, verified=False)
         if launched.verified is None:
             return progress
-        targets_of, kept_of = launched.verified.wait()
+        targets_of, kept_of, *known = launched.verified.wait()
+        logprobs = _log_probs(launched.batch_of, known)
         rows = zip(launched.batch_of, launched.limits, targets_of.tolist(), kept_of.tolist())
         for slot, limit, targets, kept in rows:
-            progress += self._advance(slot, targets[:kept], drafted=limit, accepted=kept - 1)
+            progress += self._advance(
+                slot, targets[:kept], logprobs, drafted=limit, accepted=kept - 1
+            )
         return progress
 
     def _advance(
         self,
         slot: Slot,
         tokens: list[int],
+        logprobs: dict[int, list[list[tuple[int, float]]]],
         *,
         drafted: int = 0,
         accepted: int = 0,
@@ -389,12 +401,34 @@ class Runner:
                 request=join.request,
                 slot=join.slot,
                 tokens=tokens,
+                logprobs=logprobs.get(join.request, [])[: len(tokens)],
                 drafted=drafted,
                 accepted=accepted,
                 verified=verified,
                 finish=finish,
             )
         ]
+
+
+def _log_probs(
+    slots: Sequence[Slot], known: Sequence[Tensor]
+) -> dict[int, list[list[tuple[int, float]]]]:
+    """By request, of each of its rows: (id, log probability) of the token and the likeliest.
+
+    known: ids and values [N, 1 + top] of the rows of all slots that need logits, or nothing.
+    """
+    if not known:
+        return {}
+    owners = [slot for slot in slots if slot.sampling.needs_logits]
+    ids, values = (part.view(len(owners), -1, part.shape[-1]).tolist() for part in known)
+    return {
+        slot.join.request: [
+            list(zip(row[: top + 1], logs[: top + 1]))
+            for row, logs in zip(ids[index], values[index])
+        ]
+        for index, slot in enumerate(owners)
+        if (top := slot.sampling.logprobs) is not None
+    }
 
 
 def _storages(root: object) -> dict[int, int]:

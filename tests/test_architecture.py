@@ -44,6 +44,10 @@ BROAD_EXCEPTS = {
     "tests/ranks.py::body": "a thread hands its exception to the test, which raises it",
 }
 """path::function -> why it may swallow an exception it cannot name."""
+WAYS_IN = {
+    "actors/cli.py": "the command line",
+}
+"""Translate between a user and the engine; short each, but no part of what `core_is_small` counts."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "types", "common", "misc"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CORE_LINES = 400, 60, 6000
 DOCSTRING_LINES = range(3, 9)
@@ -202,7 +206,8 @@ def functions_are_short(root: Path) -> list[str]:
 
 
 def core_is_small(root: Path) -> list[str]:
-    total = sum(len(code_lines(source)) for source in sources(root, ROOMS))
+    core = (source for source in sources(root, ROOMS) if source.path not in WAYS_IN)
+    total = sum(len(code_lines(source)) for source in core)
     rule = f"{', '.join(ROOMS)}: {total} code lines, fewer than {MAX_CORE_LINES}"
     return [rule] if total >= MAX_CORE_LINES else []
 
