@@ -68,6 +68,11 @@ class Driver:
         self._step_s = self._busy_s = 0.0
         self._started_s = self._alive_s = self._busy_since_s = time.monotonic()
 
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why no request is taken any more."""
+        return self._dead
+
     async def start(self) -> None:
         """Ready once a token has come through every rank and wire. ConfigError, EngineDeadError."""
         starting = asyncio.ensure_future(self._ranks.start())
@@ -106,6 +111,8 @@ class Driver:
             raise RequestError("this checkpoint has no tokenizer: use stop_ids, not stop strings")
         if not all(request.stop):
             raise RequestError(f"stop = {list(request.stop)}: an empty text stops nothing")
+        if self._scheduler.queued >= self.limits.max_queue:
+            self._dispatch()  # what can leave the queue does not fill it
         entry = self._scheduler.add(self.encode(request.prompt), request.sampling)
         handle = Handle(
             entry,

@@ -101,10 +101,7 @@ class Engine:
     ) -> Engine:
         name = f"outrider:{secrets.token_hex(4)}"
         placement = place(spec, name)
-        wanted = bundles(spec)
-        options = bundle_options(
-            placement, len(wanted) - 1, wanted[-1], name=f"{name}:driver", env={}
-        )
+        options = bundle_options(placement, 0, bundles(spec)[0], name=f"{name}:driver", env={})
         driver: Any = cast(Any, DriverActor).options(**options).remote()
         engine = cls(spec, run, cluster, placement, driver)
         setup = DriverSetup(

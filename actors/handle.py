@@ -125,6 +125,11 @@ class Handle:
         self._first_s = self._last_s = self._submitted_s
         self._first_tokens = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, the stop token included."""
+        return self._tally.tokens
+
     def push(self, progress: Progress) -> Progress:
         """New tokens from the ranks; -> what of them counts: a stop string may end it early."""
         self._last_s = time.perf_counter()

@@ -1,6 +1,6 @@
 """Where the actors live: the Ray cluster, the placement group, and each rank's device and env.
 
-    connect_ray(spec) -> Cluster      place(spec) -> placement group: rank 0..n-1, then the driver
+    connect_ray(spec) -> Cluster      place(spec) -> placement group: the driver, then rank 0..n-1
 One bundle a rank and one for the driver, all on one machine (STRICT_PACK). What the cluster can
 never offer is an error at once, what it does not offer in time is one with the table of bundles.
 A private cluster (none was there) has as many logical CPUs as the bundles ask for, and ends with
@@ -63,8 +63,8 @@ class Cluster:
         self._connected, self._session = False, None
 
 
-def connect_ray(spec: Spec) -> Cluster:
-    """The cluster this process is in, the one at ray.address, or a private one."""
+def connect_ray(spec: Spec, *, engines: int = 1) -> Cluster:
+    """The cluster this process is in, the one at ray.address, or a private one for `engines`."""
     if ray.is_initialized():
         return Cluster(connected=False, session=None)
     if spec.ray.address not in (None, "local"):
@@ -76,7 +76,7 @@ def connect_ray(spec: Spec) -> Cluster:
         )
         return Cluster(connected=True, session=None)
     return start_private(
-        num_cpus=int(sum(bundle.get("CPU", 0) for bundle in bundles(spec))),
+        num_cpus=engines * int(sum(bundle.get("CPU", 0) for bundle in bundles(spec))),
         namespace=spec.ray.namespace,
         object_store_bytes=spec.ray.object_store_bytes,
     )
@@ -114,13 +114,14 @@ def start_private(
 
 
 def bundles(spec: Spec) -> list[dict[str, float]]:
-    """One per rank, then the driver's."""
+    """The driver's, then one per rank: Ray Serve puts a replica into the first."""
     rank: dict[str, float] = {}
     if spec.device in RESOURCES:
         rank[RESOURCES[spec.device]] = 1
     if spec.ray.cpus_per_rank:
         rank["CPU"] = spec.ray.cpus_per_rank
-    return [dict(rank) for _ in range(spec.parallel.tensor_parallel)] + [{"CPU": DRIVER_CPUS}]
+    driver: dict[str, float] = {"CPU": DRIVER_CPUS}
+    return [driver, *(dict(rank) for _ in range(spec.parallel.tensor_parallel))]
 
 
 def missing(

@@ -36,6 +36,11 @@ class Limits:
     vocab_size: int
     eos_ids: tuple[int, ...]
 
+    def room_for(self, prompt_tokens: int) -> int:
+        """Tokens an answer may have at most behind such a prompt; 0 or less: it does not fit."""
+        cached = (self.num_pages - 1) * self.page_tokens - self.overshoot_rows
+        return min(self.max_model_len, cached) - prompt_tokens
+
 
 @dataclass(kw_only=True)
 class Entry:

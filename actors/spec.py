@@ -130,12 +130,40 @@ class RaySpec:
     """Ray's CPU count of a rank: the rank's resource on `cpu`, beside the device elsewhere."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeSpec:
+    """The OpenAI endpoints on Ray Serve. Each replica is an engine with its own ranks."""
+
+    host: str = "127.0.0.1"
+    """Address that `outrider serve` listens on; 0.0.0.0: all."""
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    model_id: str | None = None
+    """Name of the model for clients; null: its folder's."""
+    slots: Count | None = None
+    """Requests that decode together when serving; null: limits.max_slots."""
+    num_replicas: Count = 1
+    """Replicas, the fewest where max_replicas lets them grow."""
+    max_replicas: Count | None = None
+    """Most replicas, by load; null: num_replicas always."""
+    api_key_file: str | None = None
+    """File of the keys that clients may use, one a line; null: everyone may."""
+    queue_timeout_s: Seconds = 60.0
+    """Longest wait for a slot; then 429."""
+    drain_timeout_s: Seconds = 60.0
+    """How long requests may go on once a replica is told to end."""
+    max_body_bytes: Count = 4 << 20
+    """Of a request."""
+    max_choices: Count = 128
+    """Prompts x n of a request."""
+
+
 SECTIONS = {
     "parallel": ParallelSpec,
     "speculation": SpeculationSpec,
     "cache": CacheSpec,
     "limits": LimitsSpec,
     "ray": RaySpec,
+    "serve": ServeSpec,
 }
 
 
@@ -154,6 +182,7 @@ class Spec:
     cache: CacheSpec = CacheSpec()
     limits: LimitsSpec = LimitsSpec()
     ray: RaySpec = RaySpec()
+    serve: ServeSpec = ServeSpec()
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where it was written, for errors; no key of the file."""
 
@@ -501,6 +530,9 @@ def _check_fits(spec: Spec) -> None:
         raise spec.error("parallel.collective", rule)
     if spec.device == "cpu" and not spec.ray.cpus_per_rank:
         raise spec.error("ray.cpus_per_rank", "must be from 1 on device cpu: it places the rank")
+    if spec.serve.max_replicas and spec.serve.max_replicas < spec.serve.num_replicas:
+        rule = f"at least serve.num_replicas = {spec.serve.num_replicas}, or null"
+        raise spec.error("serve.max_replicas", rule)
     buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
     if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
         raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")
