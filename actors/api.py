@@ -57,6 +57,9 @@ class Body(pydantic.BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    def check(self) -> None:
+        """ApiError for fields that are fine alone and not together."""
+
 
 class StreamOptions(Body):
     include_usage: bool = False
@@ -219,7 +222,9 @@ class ChatBody(Settings):
 def parse(kind: type[BodyT], data: bytes) -> BodyT:
     """The body, or an ApiError 400 that names the first field that is wrong."""
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
+        body.check()
+        return body
     except pydantic.ValidationError as problem:
         first = problem.errors(include_url=False, include_context=False)[0]
     where = [str(part) for part in first["loc"] if not _is_branch(part)]

@@ -1,4 +1,4 @@
-"""The command line: `outrider generate` and `outrider plan`.
+"""The command line: `outrider generate`, `plan` and `serve`.
 
     argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
 
@@ -221,6 +221,33 @@ def plan(
         report |= {"num_pages": pages, "total_bytes": layout.total_bytes(pages)}
     finally:  # the numbers say why it does not fit
         print(json.dumps(report) if as_json else _plan_table(report))
+
+
+@app.command(epilog=EXIT_CODES)
+def serve(
+    config: Config = None,
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    draft_tokens: DraftTokens = None,
+    draft_body: DraftBody = None,
+    tensor_parallel: TensorParallel = None,
+    sets: Sets = None,
+) -> None:
+    """Serve the OpenAI API on Ray Serve until Ctrl-C or SIGTERM; requests under way may finish."""
+    from actors.placement import prefer_haproxy
+    from actors.spec import load_spec
+
+    options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
+    named = {"serve.host": host, "serve.port": port}
+    options |= {key: value for key, value in named.items() if value is not None}
+    config = _config_file(config)
+    spec = load_spec(config, options)
+    if spec.serve.haproxy and spec.ray.address is None:
+        prefer_haproxy()
+    from actors.serve import run_server  # imports ray.serve, which reads the choice above
+
+    run_server(config, options, _say)
 
 
 def _plan_table(report: Mapping[str, Any]) -> str:

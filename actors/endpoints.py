@@ -162,7 +162,6 @@ class Endpoints:
         param: str,
     ) -> Response:
         """Check, queue, wait for a slot; then the answer, whole or as a stream."""
-        body.check()
         self._check_model(body.model)
         choices = len(prompts) * body.n
         if not 1 <= choices <= self._serve.max_choices:

@@ -13,7 +13,9 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +185,30 @@ def __getattr__(name: str) -> Application:
     return build({})
 
 
+def run_server(
+    config: str | Path | None, overrides: Mapping[str, object], say: Callable[[str], None]
+) -> None:
+    """What `outrider serve` does: serve until SIGINT or SIGTERM. say: prints a line."""
+    spec = serving_spec(config, overrides)
+    model_dir, model = spec.open_model()
+    log.setLevel(logging.WARNING)
+    say(f"{model_dir.name}: {effective_mode(spec.run_config(model, model_dir, 0), model)['line']}")
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        with serving(spec) as url:
+            say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
+            try:
+                threading.Event().wait()
+            finally:
+                say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
+
+
 @contextlib.contextmanager
 def serving(spec: Spec) -> Iterator[str]:
     """A server from start to end: yields its URL once it answers. ConfigError, EngineDeadError."""
     model_dir, model = spec.open_model()
     spec.resolve_pages(model, model_dir)
-    keys_checked = application(spec)
+    app = application(spec)
     engines = spec.serve.max_replicas or spec.serve.num_replicas
     cluster = connect_ray(spec, engines=engines)
     try:
@@ -197,7 +217,7 @@ def serving(spec: Spec) -> Iterator[str]:
         if why is not None:
             raise PlacementError(f"a replica cannot be placed: {why}")
         serve.start(http_options={"host": spec.serve.host, "port": spec.serve.port})
-        serve.run(keys_checked, name=APPLICATION, route_prefix="/")
+        serve.run(app, name=APPLICATION, route_prefix="/")
         yield f"http://{spec.serve.host}:{spec.serve.port}/v1"
     finally:
         if ray.is_initialized():

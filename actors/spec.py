@@ -137,6 +137,8 @@ class ServeSpec:
     host: str = "127.0.0.1"
     """Address that `outrider serve` listens on; 0.0.0.0: all."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    haproxy: bool = True
+    """`outrider serve` with its own cluster: HAProxy before the replicas, if it is installed."""
     model_id: str | None = None
     """Name of the model for clients; null: its folder's."""
     slots: Count | None = None

@@ -57,7 +57,7 @@ class Tokenizer:
         return self._tokens.decode([token], skip_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], **values: object
+        self, messages: Sequence[dict[str, str]], /, **values: object
     ) -> list[int]:
         """Ids of a conversation [{"role": ..., "content": ...}] that asks for a reply.
 
@@ -70,7 +70,7 @@ class Tokenizer:
             template, names = self._template
             said = {**names, **values, "messages": list(messages), "add_generation_prompt": True}
             text = template.render(said)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{self._folder}: the chat template refuses: {error}") from error
         return self.encode(text)
 
