@@ -99,7 +99,8 @@ class Endpoints:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _stats(self) -> Response:
-        return _json(self._driver.stats() | {"engine": self._about()})
+        tasks = len(asyncio.all_tasks())
+        return _json(self._driver.stats() | {"tasks": tasks, "engine": self._about()})
 
     async def _models(self) -> Response:
         return _json({"object": "list", "data": [self._card()]})

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -85,7 +86,12 @@ class Replica:
             await self._driver.close()
 
     def _about(self) -> dict[str, Any]:
-        return {**self._mode, "epoch": self._ranks.epoch, "ranks": self._ranks.stats()}
+        return {
+            **self._mode,
+            "epoch": self._ranks.epoch,
+            "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
+            "ranks": self._ranks.stats(),
+        }
 
 
 def effective_mode(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
