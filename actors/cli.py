@@ -160,7 +160,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
-    config = _config_file(config)
+    config = config_file(config)
     echoes = [_as_text(one) + "," * isinstance(one, list) if echo else "" for one in prompts]
     inputs = _chat_prompts(config, options, prompts) if chat else prompts
     with _stdout_kept() as out, _start(config, options) as engine:
@@ -193,7 +193,7 @@ def plan(
     from model.plan import memory_plan
 
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
-    spec = load_spec(_config_file(config), options)
+    spec = load_spec(config_file(config), options)
     model_dir, network = spec.open_model(check_weights=False)
     run = spec.run_config(network, model_dir, 0)
     memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
@@ -241,7 +241,7 @@ def serve(
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
     named = {"serve.host": host, "serve.port": port}
     options |= {key: value for key, value in named.items() if value is not None}
-    config = _config_file(config)
+    config = config_file(config)
     spec = load_spec(config, options)
     if spec.serve.haproxy and spec.ray.address is None:
         prefer_haproxy()
@@ -275,7 +275,8 @@ def _plan_table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _config_file(given: Path | None) -> Path | None:
+def config_file(given: Path | None) -> Path | None:
+    """The file to read: the one given, or ./cluster.yaml if there is one."""
     from actors.spec import DEFAULT_FILE
 
     return given or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).is_file() else None)

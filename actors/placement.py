@@ -68,12 +68,13 @@ class Cluster:
 
 
 def connect_ray(spec: Spec, *, engines: int = 1) -> Cluster:
-    """The cluster this process is in, the one at ray.address, or a private one for `engines`."""
+    """The cluster this process (or job) is in, that at ray.address, or a private one."""
     if ray.is_initialized():
         return Cluster(connected=False, session=None)
-    if spec.ray.address not in (None, "local"):
+    address = spec.ray.address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
+    if address not in (None, "local"):
         ray.init(
-            address=spec.ray.address,
+            address=address,
             namespace=spec.ray.namespace,
             log_to_driver=False,
             logging_level=logging.WARNING,

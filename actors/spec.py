@@ -113,7 +113,7 @@ class RaySpec:
     """Which Ray cluster, and how long to wait for it."""
 
     address: str | None = None
-    """null: the cluster this process is connected to, else a private one that ends with it."""
+    """null: the cluster this process or job is in, else a private one that ends with it."""
     namespace: str = "outrider"
     """Ray namespace of the actors."""
     placement_timeout_s: Seconds = 30.0

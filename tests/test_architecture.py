@@ -50,6 +50,7 @@ WAYS_IN = {
     "actors/endpoints.py": "HTTP",
     "actors/metrics.py": "Prometheus",
     "actors/serve.py": "Ray Serve",
+    "actors/job.py": "files of prompts",
 }
 """Translate between a user and the engine: short each, but not counted by `core_is_small`."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "types", "common", "misc"}
