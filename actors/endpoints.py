@@ -385,7 +385,8 @@ class Gate:
             await send(message)
 
         length = headers.get(b"content-length", b"0")
-        if scope["path"] != "/health" and not self._may(headers.get(b"authorization", b"")):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path != "/health" and not self._may(headers.get(b"authorization", b"")):
             refusal = ApiError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                 kind="authentication_error", code="invalid_api_key",

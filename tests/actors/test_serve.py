@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import psutil
 import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
 
 from actors.engine import Engine, Sampling
 from actors.messages import Completion
-from actors.serve import serving, serving_spec
+from actors.placement import start_private
+from actors.serve import build, serving, serving_spec
 from model.text import Tokenizer
 from tests.actors.conftest import hold_ray
 from tests.test_end_to_end import PROMPTS, TINY
+from tests.test_examples import python
 
 pytestmark = pytest.mark.ray
 SLOTS, QUEUE, K = 4, 28, 3
@@ -40,12 +50,15 @@ class Served:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
+        self._stack.callback(
+            start_private(num_cpus=12, namespace="outrider", object_store_bytes=100 << 20).close
+        )
+        self._stack.callback(serve.shutdown)
         overrides = {
             "model": str(TINY), "draft_tokens": K, "serve.slots": SLOTS, "max_queue": QUEUE,
-            "port": free_port(), "object_store_bytes": 100 << 20, "queue_timeout_s": 120.0,
+            "port": free_port(), "queue_timeout_s": 120.0,
         }  # fmt: skip
-        spec = serving_spec(None, overrides | {"serve.max_replicas": 2})  # CPUs for two engines
-        self.url = self._stack.enter_context(serving(spec))
+        self.url = self._stack.enter_context(serving(serving_spec(None, overrides)))
         self.root = self.url.removesuffix("/v1")
         self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=60, max_retries=0)
         self.offline = self._stack.enter_context(
@@ -204,6 +217,47 @@ def test_stops_are_named_and_cut(served: Served) -> None:
         assert got.choices[0].token_ids == plain.token_ids[:count]
         assert got.choices[0].finish_reason == "stop"
     served.settle()
+
+
+def test_the_example_client_gets_its_answers(served: Served, repo: Path) -> None:
+    out = python(repo, "examples/ask_server.py", served.url)
+    right = served.right("To create a new project,", max_tokens=32)
+    assert right.text in out
+    assert "'drafted_tokens': " in out
+
+
+def test_the_kept_serve_config_is_what_is_built(repo: Path) -> None:
+    config = ServeDeploySchema.model_validate(
+        yaml.safe_load((repo / "examples/serve.yaml").read_text())
+    )
+    (application,) = config.applications
+    assert application.import_path == "actors.serve:build"
+    app = build({"config": str(repo / application.args["config"])})
+    assert app._bound_deployment.name == "Outrider"
+
+
+@pytest.mark.slow
+def test_serve_run_starts_the_application_of_cluster_yaml(served: Served, repo: Path) -> None:
+    """On the cluster of the other server, under a prefix, until Ctrl-C."""
+    words = ["serve", "run", "--address", ray.get_runtime_context().gcs_address, "--name", "second"]
+    words += ["--route-prefix", "/second", "actors.serve:app"]
+    command = [sys.executable, "-m", "ray.serve.scripts", *words[1:]]
+    with subprocess.Popen(
+        command, cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)}
+    ) as process:
+        try:
+            deadline = time.monotonic() + 90
+            while httpx.get(served.root + "/second/health", timeout=60).status_code != 200:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+            answer = httpx.post(served.root + "/second/v1/completions", json=body, timeout=30)
+            text = answer.json()["choices"][0]["text"]
+            assert text == served.right(PROMPTS[0], max_tokens=12).text
+        finally:
+            serve.delete("second")
+            process.kill()
 
 
 def test_errors_reach_the_client_as_its_own(served: Served) -> None:
