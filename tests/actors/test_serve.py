@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -224,6 +225,26 @@ def test_the_example_client_gets_its_answers(served: Served, repo: Path) -> None
     right = served.right("To create a new project,", max_tokens=32)
     assert right.text in out
     assert "'drafted_tokens': " in out
+
+
+def test_the_examples_of_the_documentation_run(served: Served, repo: Path) -> None:
+    text = (
+        (repo / "docs/serving.md").read_text("utf-8").replace("http://127.0.0.1:8000", served.root)
+    )
+    shell = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert (len(shell), len(code)) == (2, 1)
+    out = [
+        subprocess.run(
+            ["bash", "-c", one], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+        for one in shell
+    ]
+    right = served.right("To create a new project,", max_tokens=24)
+    assert json.loads(out[0])["choices"][0]["text"] == right.text
+    assert out[1].rstrip().endswith("data: [DONE]")
+    assert '"accepted_tokens":' in out[1]
+    assert "drafted_tokens" in python(repo, "-c", code[0])
 
 
 def test_the_kept_serve_config_is_what_is_built(repo: Path) -> None:
