@@ -1,4 +1,4 @@
-"""The command line: `outrider generate`, `plan` and `serve`.
+"""The command line: `outrider generate`, `plan`, `serve` and `bench`.
 
     argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
 
@@ -34,6 +34,7 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 the engine failed; 2 wrong option, configuration, prompt or checkpoint; "
     "130 interrupted by Ctrl-C."
 )
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 OUR_ROOMS = ("actors", "model", "parallel")
 
 app = typer.Typer(
@@ -248,6 +249,15 @@ def serve(
     from actors.serve import run_server  # imports ray.serve, which reads the choice above
 
     run_server(config, options, _say)
+
+
+@app.command(add_help_option=False, context_settings=PASS_ON)
+def bench(context: typer.Context) -> None:
+    """Measure an engine: times, acceptance, exactness; `outrider bench --help` has the options."""
+    from benchmarks.latency import app as measure
+
+    command = typer.main.get_command(measure)
+    command.main(context.args, prog_name="outrider bench", standalone_mode=False)
 
 
 def _plan_table(report: Mapping[str, Any]) -> str:

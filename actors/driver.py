@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from actors.handle import Handle, Tally, Text
@@ -77,12 +78,15 @@ class Driver:
         """Ready once a token has come through every rank and wire. ConfigError, EngineDeadError."""
         starting = asyncio.ensure_future(self._ranks.start())
         try:
-            _, self._text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
+            pages, self._text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             await self._ranks.kill()
             raise
+        if pages is not None:
+            self.limits = replace(self.limits, num_pages=pages)
+            self._scheduler = Scheduler(self.limits)
         for work in (
             self._pump(),
             self._dispatch_due(),

@@ -164,6 +164,7 @@ class Handle:
             token_ids=tokens,
             text=text,
             logprobs=logprobs,
+            at_s=self._last_s - self._submitted_s,
             finish_reason=finish,
             stats=self.stats() if self._ended else None,
         )
@@ -209,6 +210,7 @@ class Handle:
             accepted_per_position=list(tally.per_position),
             ttft_s=self._first_s - self._submitted_s,
             tpot_s=(self._last_s - self._first_s) / after if after else 0.0,
+            e2e_s=self._last_s - self._submitted_s,
         )
 
     def _decode(self, tokens: list[int], finish: str | None) -> str:

@@ -88,6 +88,8 @@ class RequestStats:
     """From submit to the first token."""
     tpot_s: float = 0.0
     """Mean time a token after the first step that yielded one; 0 when nothing followed it."""
+    e2e_s: float = 0.0
+    """From submit to the last token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ class Chunk:
     token_ids: list[int]
     text: str
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    at_s: float = 0.0
+    """From submit to the newest of these tokens, on the driver's clock."""
     finish_reason: str | None = None
     stats: RequestStats | None = None
 

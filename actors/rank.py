@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +20,8 @@ import ray
 
 from actors.messages import Address, DivergenceError, Hello, Loading, Orders, Postbox, Wire
 from actors.placement import device_index
-from model.config import RunConfig
+from actors.spec import Spec
+from model.config import RunConfig, load_config
 from model.step import Join, Leave, Plan, Progress, StepEvent
 from parallel.affinity import pin_process
 
@@ -142,7 +144,9 @@ class RankSetup:
     size: int
     epoch: int
     """Life number of the group: the ranks of one epoch talk to each other only."""
+    spec: Spec
     run: RunConfig
+    """Its num_pages are those that are wanted; `settle_pages` says what there is room for."""
     device: str
     collective: str
     """Kind of the group, "auto" for the device's own."""
@@ -209,8 +213,11 @@ class Rank:
             relays.append(address)
         return Rendezvous(host=bind, store_port=self._store.port, inbox=inbox, relays=tuple(relays))
 
-    def connect(self, meeting: Rendezvous, index: int) -> None:
-        """First contact of all wires, then device `index`, then the collective group."""
+    def connect(self, meeting: Rendezvous, index: int) -> int:
+        """First contact of all wires, then device `index`, then the collective group.
+
+        -> KV pages this rank has room for. ConfigError when they are too few.
+        """
         from parallel.device import claim_device, collective_kind
         from parallel.group import alone, connect, join_store
 
@@ -227,23 +234,29 @@ class Rank:
             self._inbox.receive(Hello, setup.timeout_s)
         self._index = index
         claim_device(setup.device, index)
+        pages = settle_pages(setup, index)
         if setup.size == 1:
             self._group = alone()
-            return
+            return pages
         if setup.rank != 0:
             self._store = join_store(meeting.host, meeting.store_port, setup.timeout_s)
         kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
         self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
+        return pages
 
-    def load(self) -> dict[str, Any]:
-        """Weights onto the device, and warm-up. Returns what there is to know of this rank."""
+    def load(self, num_pages: int) -> dict[str, Any]:
+        """Weights onto the device, and warm-up. Returns what there is to know of this rank.
+
+        num_pages: what every rank has room for.
+        """
         from model.runner import Runner
         from parallel.device import open_device
 
         assert self._group is not None
         self._set_threads()
         device = open_device(self.setup.device, self._index, self._group)
-        self._runner = Runner(self.setup.run, device, on_load=self._on_load)
+        run = replace(self.setup.run, num_pages=num_pages)
+        self._runner = Runner(run, device, on_load=self._on_load)
         self._runner.warm_up()
         if self.setup.cpus is not None:
             pin_process(self.setup.cpus)
@@ -255,6 +268,7 @@ class Rank:
             "cpus": sorted(os.sched_getaffinity(0)),
             "nice": os.getpriority(os.PRIO_PROCESS, 0),
             "allocated_bytes": self._runner.allocated_bytes(),
+            "run_ahead": self._runner.run_ahead,
         }
 
     def run(self) -> None:
@@ -289,6 +303,20 @@ class Rank:
         torch.set_num_threads(len(self.setup.cpus or (0,)))
 
 
+def settle_pages(setup: RankSetup, index: int) -> int:
+    """KV pages that fit in what is free on device `index`, at most those that are wanted.
+
+    The engine has seen to it for CPU ranks. Raises ConfigError, by how much memory is too little.
+    """
+    from parallel.device import free_device_bytes
+
+    free_bytes = free_device_bytes(setup.device, index)
+    if free_bytes is None:
+        return setup.run.num_pages
+    folder = Path(setup.run.model_dir)
+    return setup.spec.resolve_pages(load_config(folder), folder, free_bytes)
+
+
 def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:
     """The listening side of first contact."""
     other = wire.receive(Hello, timeout_s)
@@ -316,13 +344,13 @@ class RankActor:
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
         return self._rank.open(host, peers, driver_here)
 
-    def connect(self, meeting: Rendezvous) -> None:
+    def connect(self, meeting: Rendezvous) -> int:
         ids = ray.get_runtime_context().get_accelerator_ids()
         device = self._rank.setup.device
-        self._rank.connect(meeting, device_index(device, ids, os.environ))
+        return self._rank.connect(meeting, device_index(device, ids, os.environ))
 
-    def load(self) -> dict[str, Any]:
-        return self._rank.load()
+    def load(self, num_pages: int) -> dict[str, Any]:
+        return self._rank.load(num_pages)
 
     def run(self) -> None:
         self._rank.run()

@@ -40,8 +40,11 @@ USER_ERRORS = {"ConfigError", "DeviceError", "AffinityError", "PlacementError"}
 class Ranks(Protocol):
     """What the driver needs of a group; tests put threads behind it."""
 
-    async def start(self) -> None:
-        """Returns when every rank is ready. ConfigError or EngineDeadError otherwise."""
+    async def start(self) -> int | None:
+        """Returns when every rank is ready: the KV pages each holds, None: as was planned.
+
+        ConfigError or EngineDeadError otherwise.
+        """
         ...
 
     def post(self, orders: Orders) -> None: ...
@@ -84,6 +87,7 @@ class RankGroup:
                 rank=rank,
                 size=run.tensor_parallel,
                 epoch=epoch,
+                spec=spec,
                 run=run,
                 device=spec.device,
                 collective=spec.parallel.collective,
@@ -102,18 +106,18 @@ class RankGroup:
         self._loaded = (0, 0)
         self._stage = ""
 
-    async def start(self) -> None:
+    async def start(self) -> int:
         limit_s = self._spec.ray.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._start()
+                return await self._start()
         except TimeoutError:
             raise EngineDeadError(
                 f"the ranks were not ready within ray.start_timeout_s = {limit_s:g} s; "
                 f"they had got to {self._stage!r}"
             ) from None
 
-    async def _start(self) -> None:
+    async def _start(self) -> int:
         wanted, actor = bundles(self._spec), cast(Any, RankActor)
         for setup in self._setups:
             options = bundle_options(
@@ -128,17 +132,18 @@ class RankGroup:
         meeting = await self._open()
         greeting = asyncio.ensure_future(self._greet(meeting))
         try:
-            await self._all("connect", [(meeting,)] * len(self._actors))
+            pages = min(await self._all("connect", [(meeting,)] * len(self._actors)))
             await greeting
         finally:
             greeting.cancel()
         listening = asyncio.ensure_future(self._listen())
         try:
-            self._facts = await self._all("load", [()] * len(self._actors))
+            self._facts = await self._all("load", [(pages,)] * len(self._actors))
             await listening
         finally:
             listening.cancel()
         self._runs = [asyncio.ensure_future(_value(actor.run.remote())) for actor in self._actors]
+        return pages
 
     async def _open(self) -> Rendezvous:
         leader, here = self._places[0], ray.get_runtime_context().get_node_id()

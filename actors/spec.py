@@ -26,7 +26,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from model.config import ConfigError, ModelConfig, RunConfig, load_config
+from model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
 from model.step import MAX_DRAFT_TOKENS
 from parallel import affinity
 
@@ -137,6 +137,7 @@ class ServeSpec:
     host: str = "127.0.0.1"
     """Address that `outrider serve` listens on; 0.0.0.0: all."""
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """Of HTTP."""
     haproxy: bool = True
     """`outrider serve` with its own cluster: HAProxy before the replicas, if it is installed."""
     model_id: str | None = None
@@ -166,6 +167,7 @@ SECTIONS = {
     "limits": LimitsSpec,
     "ray": RaySpec,
     "serve": ServeSpec,
+    "ablation": Ablation,
 }
 
 
@@ -185,6 +187,7 @@ class Spec:
     limits: LimitsSpec = LimitsSpec()
     ray: RaySpec = RaySpec()
     serve: ServeSpec = ServeSpec()
+    ablation: Ablation = field(default_factory=Ablation)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where it was written, for errors; no key of the file."""
 
@@ -281,6 +284,7 @@ class Spec:
             prefill_chunk=self.limits.prefill_chunk,
             batch_buckets=self.limits.batch_buckets,
             pin_rows=self.speculation.pin_rows,
+            ablation=self.ablation,
         )
 
     def page_budget(self, memory_bytes: int | None = None) -> int:
@@ -294,30 +298,41 @@ class Spec:
     ) -> int:
         """cache.num_pages with "auto" replaced, the null page included; memory as `page_budget`.
 
-        Raises ConfigError when too few pages fit to be of use, or fewer than were asked for.
+        Without memory_bytes on another device than the CPU: the pages that are wanted, since only a
+        rank sees its device. Raises ConfigError when too few fit to be of use, or fewer than were
+        asked for.
         """
         from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
 
         run = self.run_config(model, model_dir, 0)
-        plan, budget = memory_plan(model, run), self.page_budget(memory_bytes)
+        one = pages_for(run.max_model_len + overshoot_rows(run.draft_tokens), run.page_tokens)
+        wanted = self.cache.num_pages
+        wanted = run.max_slots * one + 1 if wanted == "auto" else wanted
+        plan = memory_plan(model, run)
+        if memory_bytes is None and self.device != "cpu":
+            check_pages(dataclasses.replace(run, num_pages=wanted), plan)
+            return wanted
+        budget = self.page_budget(memory_bytes)
         fit = max(0, plan.pages_that_fit(budget))
         if self.cache.num_pages != "auto":
-            if self.cache.num_pages > fit:
-                rule = f"only {fit} pages fit in the {budget:,} bytes that a rank may use"
+            if wanted > fit:
+                rule = (
+                    f"only {fit} pages fit in the {budget:,} bytes that a rank may use: "
+                    f"{plan.total_bytes(wanted) - budget:,} bytes too few"
+                )
                 raise self.error("cache.num_pages", rule)
-            check_pages(dataclasses.replace(run, num_pages=self.cache.num_pages), plan)
-            return self.cache.num_pages
-        rows = run.max_model_len + overshoot_rows(run.draft_tokens)
-        one = pages_for(rows, run.page_tokens)
+            check_pages(dataclasses.replace(run, num_pages=wanted), plan)
+            return wanted
         if fit <= one:
+            need = plan.total_bytes(one + 1)
             raise self.error(
                 "cache.num_pages",
-                f"a request of limits.max_model_len = {run.max_model_len} takes "
-                f"{plan.total_bytes(one + 1):,} bytes a rank with the weights and "
-                f"{run.max_slots} slots, {budget:,} may be used: lower limits.max_model_len or "
-                f"limits.max_slots, raise cache.max_memory_utilization or use more ranks",
+                f"a request of limits.max_model_len = {run.max_model_len} takes {need:,} bytes a "
+                f"rank with the weights and {run.max_slots} slots, {budget:,} may be used, "
+                f"{need - budget:,} too few: lower limits.max_model_len or limits.max_slots, "
+                f"raise cache.max_memory_utilization or use more ranks",
             )
-        return min(fit, run.max_slots * one + 1)
+        return min(fit, wanted)
 
 
 def free_host_bytes() -> int:
@@ -535,6 +550,9 @@ def _check_fits(spec: Spec) -> None:
     if spec.serve.max_replicas and spec.serve.max_replicas < spec.serve.num_replicas:
         rule = f"at least serve.num_replicas = {spec.serve.num_replicas}, or null"
         raise spec.error("serve.max_replicas", rule)
+    for key in ("ablation.greedy_probabilities", "ablation.gather_logits"):
+        if getattr(spec.ablation, key.partition(".")[2]) and spec.speculation.draft_head != "model":
+            raise spec.error(key, "needs speculation.draft_head = model: an fp8 head has no logits")
     buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
     if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
         raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")

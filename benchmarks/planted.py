@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,28 +104,38 @@ def chain(vocab: int, accept: float, seed: int) -> Chain:
     return Chain(following, torch.where(wrong, (following + shift) % vocab, following))
 
 
-def expected_counts(chain: Chain, start: int, num_tokens: int, draft_tokens: int) -> Expected:
+def expected_counts(
+    chain: Chain, start: int, num_tokens: int, draft_tokens: int, run_ahead: int = 0
+) -> Expected:
     """Tokens and counters of a greedy request whose prompt ends in `start`.
 
     The prefill yields the first token without a verify pass. Then each iteration drafts
     `draft_tokens`, or one less than the tokens still wanted where those are fewer (the target adds
-    one), and keeps what the target agrees with. No end of sequence is seen.
+    one), and keeps what the target agrees with. No end of sequence is seen. run_ahead: results
+    that are not read yet when an iteration starts (a device's capability); each counts as one
+    token of those wanted.
     """
     following, guess = chain.next.tolist(), chain.guess.tolist()
-    tokens = [following[start]]
-    iterations, drafted, accepted_per_position = 0, 0, [0] * draft_tokens
+    last, tokens = following[start], []
+    launched: deque[list[tuple[list[int], int]]] = deque()
+    step, promised = [([last], 0)], 1
+    iterations, drafted, accepted_per_position = -1, 0, [0] * draft_tokens
     while len(tokens) < num_tokens:
-        draft = last = tokens[-1]
-        limit = min(draft_tokens, num_tokens - len(tokens) - 1)
-        drafted += limit
-        for position in range(limit):
-            draft, last = guess[draft], following[last]
-            if draft != last:
+        wanted = num_tokens - len(tokens) - promised
+        if wanted > 0:
+            limit = min(draft_tokens, wanted - 1)
+            burst = _burst(following, guess, last, limit)
+            last, promised = burst[-1], promised + 1
+            step.append((burst, limit))
+        launched.append(step)
+        step = []
+        for burst, limit in launched.popleft() if len(launched) > run_ahead else ():
+            if len(tokens) == num_tokens:
                 break
-            accepted_per_position[position] += 1
-            tokens.append(draft)
-        tokens.append(following[tokens[-1]])
-        iterations += 1
+            tokens += burst[: num_tokens - len(tokens)]
+            promised, iterations, drafted = promised - 1, iterations + 1, drafted + limit
+            for position in range(len(burst) - 1):
+                accepted_per_position[position] += 1
     return Expected(
         tokens=tokens,
         iterations=iterations,
@@ -132,6 +143,17 @@ def expected_counts(chain: Chain, start: int, num_tokens: int, draft_tokens: int
         accepted=sum(accepted_per_position),
         accepted_per_position=accepted_per_position,
     )
+
+
+def _burst(following: list[int], guess: list[int], last: int, limit: int) -> list[int]:
+    """The tokens of one iteration after `last`: drafts that are right, and the target's own."""
+    tokens, draft = [], last
+    for _ in range(limit):
+        draft, last = guess[draft], following[last]
+        if draft != last:
+            return [*tokens, last]
+        tokens.append(draft)
+    return [*tokens, following[last]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +304,7 @@ def nested_config(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(out: Path, size: str, accept: float, seed: int, device: str = "cpu") -> None:
-    """Write config.json, generation_config.json and model.safetensors; no tokenizer exists."""
+    """Write a checkpoint without a tokenizer; planted.json, written last, says how it was made."""
     text = text_config(size)
     generation = {"eos_token_id": text["eos_token_id"]}
     out.mkdir(parents=True, exist_ok=True)
@@ -291,6 +313,8 @@ def write(out: Path, size: str, accept: float, seed: int, device: str = "cpu") -
     weights = build(size, accept, seed, device)
     weights = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    made = {"size": size, "accept": accept, "seed": seed}
+    (out / "planted.json").write_text(json.dumps(made))
 
 
 def _is_attention(layer: int) -> bool:

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import statistics
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,9 @@ from model.runner import Runner
 from model.step import Join, Sampling
 from parallel import group
 from parallel.device import claim_device, collective_kind, open_device
+
+DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+"""Categories of a trace's events that occupy the device."""
 
 
 def drive(runner: Runner, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
@@ -84,7 +88,9 @@ def measure(
     for repeat in range(repeats + 1):
         generator = torch.Generator().manual_seed(100 * batch + repeat)
         prompts = torch.randint(0, vocab, (batch, prompt), generator=generator).tolist()
+        single = drive(runner, prompts, 1)["e2e_s"]
         result = drive(runner, prompts, new)
+        result["after_first_s"] = result["e2e_s"] - single
         for ids, output in zip(prompts, result["outputs"], strict=True):
             want = planted.expected_counts(chain, ids[-1], new, runner.run.draft_tokens)
             exact &= output == want.tokens
@@ -96,6 +102,9 @@ def measure(
         "exact": exact,
         "tpot_ms": 1e3 * batch / rate,
         "tok_s": rate,
+        "tok_s_after_first": batch
+        * (new - 1)
+        / statistics.median(r["after_first_s"] for r in runs),
         "ttft_ms": 1e3 * statistics.median(r["ttft_s"] for r in runs),
         "e2e_ms": 1e3 * statistics.median(r["e2e_s"] for r in runs),
         "accepted": sum(r["accepted"] for r in runs) / max(1, sum(r["drafted"] for r in runs)),
@@ -149,15 +158,43 @@ def body(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
 
 
 def profile(runner: Runner, chain: planted.Chain, options: dict[str, Any]) -> None:
-    """Device time by kernel over one request, as a table in a file."""
+    """What each kernel adds to an iteration, and how busy the device is, as a table in a file."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        drive(runner, [[1] * options["prompt"]], 64)
-    table = trace.key_averages().table(
-        sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=70
-    )
-    Path(options["profile"]).write_text(table)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        drive(runner, [[1] * options["prompt"]], 128)
+    file = Path(options["profile"])
+    trace.export_chrome_trace(str(file.with_suffix(".trace.json")))
+    events = json.loads(file.with_suffix(".trace.json").read_text())["traceEvents"]
+    file.write_text(timeline([e for e in events if e.get("cat") in DEVICE_WORK]))
+
+
+def timeline(events: list[dict[str, Any]]) -> str:
+    """Chrome-trace events of one device -> a table by kernel over the decode iterations.
+
+    Kernels may overlap, so a kernel counts for what it adds: from the latest end before it, or its
+    own start if that is later, to its own end. What lies between is idle time.
+    """
+    events.sort(key=lambda e: e["ts"] + e["dur"])
+    commits = [i for i, e in enumerate(events) if "_commit_kernel" in e["name"]]
+    first, last = commits[len(commits) // 4], commits[-2]
+    iterations = sum(first < i <= last for i in commits)
+    end = begun = events[first]["ts"] + events[first]["dur"]
+    idle_us, added, calls = 0.0, defaultdict[str, float](float), Counter[str]()
+    for event in events[first + 1 : last + 1]:
+        name, start = event["name"][:70], max(end, event["ts"])
+        idle_us += start - end
+        end = event["ts"] + event["dur"]
+        added[name] += end - start
+        calls[name] += 1
+    total_us = end - begun
+    lines = [
+        f"{iterations} iterations of {total_us / iterations:.1f} us, "
+        f"device busy {1 - idle_us / total_us:.2%}"
+    ]
+    for name, us in sorted(added.items(), key=lambda item: -item[1]):
+        lines.append(f"{us / iterations:8.1f} us {calls[name] / iterations:6.1f} calls  {name}")
+    return "\n".join(lines) + "\n"
 
 
 def main(

@@ -32,16 +32,15 @@ class RmsNorm:
     """Zero-centred RMSNorm: y = x / rms(x) * (1 + weight); weight float32, used as 1 + weight."""
 
     def __init__(self, weight: Tensor, eps: float, device: Device) -> None:
-        self.scale, self.eps, self.ops = weight + 1.0, eps, device.ops
+        self.scale, self.eps = weight + 1.0, eps
+        self.ops, self.group = device.ops, device.tp
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.scale, self.eps)
 
-    def after(self, delta: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """-> (norm of the stream x + delta, the stream)."""
-        if x is None:
-            return self(delta), delta
-        return self.ops.add_rms_norm(delta, x, self.scale, self.eps)
+    def after(self, part: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (norm of the stream, the stream: x + the sum of every rank's part)."""
+        return self.ops.sum_add_rms_norm(part, x, self.scale, self.eps, self.group)
 
 
 class Mlp:
@@ -74,12 +73,11 @@ class Block:
         )
         self.mlp = Mlp(under(params, "mlp."), device)
 
-    def __call__(self, delta: Tensor, x: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The stream is x + delta, both [B, R, H] (no x: delta alone); -> the next delta and x.
+    def __call__(self, normed: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """x [B, R, H] and its input norm -> this rank's part of the next delta, and x.
 
-        The sum is left to the norm that reads it, which a backend does in one operation.
+        The sum over ranks is left to the norm that reads it, which a backend does in one operation.
         """
-        normed, x = self.input_layernorm.after(delta, x)
         normed, x = self.post_attention_layernorm.after(self.mixer(normed, rows), x)
         return self.mlp(normed), x
 

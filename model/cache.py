@@ -1,6 +1,6 @@
 """What a rank remembers of its slots: KV pages, GDN states, and the rows of one forward pass.
 
-    Rows (who, where) + KvPages + GdnStates -> layers read and write -> commit(slots, kept)
+    Rows (who, where) + KvPages + GdnStates -> layers read and write -> accept_commit (Ops)
 
 A forward pass may write more than will be kept. KV: lengths rewind and stale rows are overwritten.
 GDN: the state S_0 stays, the rows' factors wait beside it, and the next pass first folds `kept` of
@@ -10,7 +10,7 @@ Shapes: S slots + 1 | B batch | R rows, X most rows a pass leaves | P pages | ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Rows:
     kv_index: Tensor
     """[B, R] int64: page * page_tokens + offset; 0, in the null page, for padding rows"""
     counts: Tensor
-    """[B] int64"""
+    """[B] int64: as given, without `more` (SlotTensors.rows); a prompt has none"""
     cos: Tensor
     sin: Tensor
     """[B, R, 1, rotary] float32"""
@@ -45,7 +45,7 @@ class Rows:
     prefill: bool = False
     """True: every real row is kept, so states advance at once and no factors wait."""
     fold: Tensor | None = None
-    """[B] int64: rows of the last pass to fold (GdnStates.locate)"""
+    """[B] int64: rows of the last pass to fold; a verify pass needs it"""
 
 
 class KvPages:
@@ -89,11 +89,3 @@ class GdnStates:
         for tensor in self.tensors():
             tensor[:, slot].zero_()
         self.kept[slot] = 0
-
-    def commit(self, slots: Tensor, kept: Tensor) -> None:
-        """slots [B], kept [B] with 1 <= kept <= rows of the last pass. Never clamped."""
-        self.kept[slots] = kept
-
-    def locate(self, rows: Rows) -> Rows:
-        """Rows with what the slots wait to fold, looked up once for all layers."""
-        return replace(rows, fold=self.kept[rows.slots])

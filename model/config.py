@@ -114,6 +114,25 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """Old behaviours (model/ablation.py), each slower and with the same output; for measurements.
+
+    The two others are speculation.draft_body: sharded and parallel.collective.
+    """
+
+    sync_each_draft: bool = False
+    """Wait for the device after each draft pass; the iteration is then a graph a pass."""
+    merge_then_split: bool = False
+    """Pack the delta net's four projections by key head, and unpack them again."""
+    greedy_probabilities: bool = False
+    """Make, gather and keep the probabilities of greedy rows."""
+    gather_logits: bool = False
+    """Gather whole logits instead of (value, id) pairs."""
+    no_graph: bool = False
+    """Launch every operation from the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """What one engine adds to the checkpoint; the same on every rank."""
 
@@ -137,6 +156,7 @@ class RunConfig:
     """Batch sizes an iteration is padded to; empty: no padding."""
     pin_rows: bool = False
     """Run K+1 rows a slot even without drafts, so that kernels see the same shapes."""
+    ablation: Ablation = Ablation()
 
     @property
     def draft_size(self) -> int:

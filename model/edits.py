@@ -49,7 +49,7 @@ class LogitEdits:
     """Penalties, bias and bans of each slot, and the text that they count in."""
 
     def __init__(self, num_slots: int, positions: int, device: Device) -> None:
-        where = device.torch_device
+        where, self._send = device.torch_device, device.send
         self.text = torch.zeros(num_slots, positions, dtype=torch.int64, device=where)
         self.prompt = torch.zeros(num_slots, dtype=torch.int64, device=where)
         self.presence, self.frequency = torch.zeros(2, num_slots, device=where)
@@ -71,13 +71,14 @@ class LogitEdits:
         added = [*how.logit_bias, *((token, float("-inf")) for token in banned)]
         until = [ALWAYS] * len(how.logit_bias) + [how.min_tokens] * len(banned)
         padding = self.ids.shape[1] - len(added)
-        self.text[slot, : len(join.tokens)] = torch.tensor(join.tokens, dtype=torch.int64)
+        self.text[slot, : len(join.tokens)] = self._send(torch.tensor(join.tokens))
         self.prompt[slot] = len(join.tokens)
         self.presence[slot], self.frequency[slot] = how.presence_penalty, how.frequency_penalty
         self.repetition[slot] = how.repetition_penalty
-        self.ids[slot] = torch.tensor([i for i, _ in added] + [0] * padding)
-        self.values[slot] = torch.tensor([value for _, value in added] + [0.0] * padding)
-        self.until[slot] = torch.tensor(until + [0] * padding)
+        self.ids[slot] = self._send(torch.tensor([i for i, _ in added] + [0] * padding))
+        values = [value for _, value in added] + [0.0] * padding
+        self.values[slot] = self._send(torch.tensor(values))
+        self.until[slot] = self._send(torch.tensor(until + [0] * padding))
 
     def note(self, slots: Tensor, first: Tensor, tokens: Tensor) -> None:
         """tokens [B, R] stand at positions first [B], first + 1, ... of the slots [B]."""

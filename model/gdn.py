@@ -52,7 +52,7 @@ class GatedDeltaNet:
         if rows.prefill:
             y = self.ops.gdn_prefill(proj, self.layer, rows.slots, rows.counts)
             return self.out_proj(y)
-        assert rows.fold is not None, "rows were not located (GdnStates.locate)"
+        assert rows.fold is not None, "a verify pass needs rows.fold"
         return self.out_proj(
             self.ops.gdn_verify(proj, self.layer, rows.slots, rows.fold, rows.waiting)
         )

@@ -8,8 +8,10 @@ Shapes: B slots of a batch | K drafts | R = K+1 rows | T prompt tokens of a chun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +22,8 @@ from model.edits import NO_WISHES, Wishes
 from model.mtp import MtpDraft
 from model.qwen3_5 import Qwen35
 from model.slots import SlotTensors
-from model.verify import accept
 from model.weights import head_share
-from parallel.device import Device
+from parallel.device import Device, Recalled
 from parallel.vocab import Fp8Head, LMHead
 
 
@@ -71,6 +72,15 @@ class Chunk:
     wishes: Wishes = NO_WISHES
 
 
+RunPiece = Callable[[int | str, Callable[[], Any]], Any]
+"""(name, work) -> what the work returns. A number names a draft pass, "drafts" and "verify" the
+rest of an iteration."""
+
+
+def at_once(name: int | str, work: Callable[[], Any]) -> Any:
+    return work()
+
+
 class Drafter(Protocol):
     """What proposes tokens. Verification keeps the output exact whatever it says."""
 
@@ -78,8 +88,8 @@ class Drafter(Protocol):
         """See prompt rows with the target's hiddens [B, T, H]."""
         ...
 
-    def propose(self, batch: Batch) -> Tensor:
-        """-> drafts [B, K] int64, the same on every rank."""
+    def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
+        """at: where the batch's slots stand -> drafts [B, K] int64, the same on every rank."""
         ...
 
 
@@ -94,24 +104,35 @@ class MtpDrafter:
         rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
         self.draft(hidden, chunk.following, rows)
 
-    def propose(self, batch: Batch) -> Tensor:
-        """Pass 0 always runs: it refreshes the draft's KV even when nothing is drafted."""
-        state, slots = self.slots, batch.slots
-        kept, length = state.kept[slots], state.length[slots]
-        table = state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length - kept, kept, batch.width, table)
-        m = self.draft(state.hidden[slots, : batch.width], state.fresh[slots, : batch.width], rows)
-        if not batch.num_drafts:
-            return slots.new_empty(len(slots), 0)
-        last = (kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
-        m = m.gather(1, last)  # [B, 1, H]
-        drafts = [self.head.greedy(m.squeeze(1))]
-        one = torch.ones_like(kept)
+    def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
+        m, draft = run(0, lambda: self._first_pass(batch, at))
+        if draft is None:
+            return batch.slots.new_empty(len(batch.slots), 0)
+        drafts = [draft]
         for i in range(1, batch.num_drafts):
-            rows = state.rows(slots, length + (i - 1), one, 1, table)
-            m = self.draft(m, drafts[-1].unsqueeze(1), rows)
-            drafts.append(self.head.greedy(m.squeeze(1)))
-        return torch.stack(drafts, 1)
+            m, draft = run(i, partial(self._next_pass, i, batch, at, m, drafts[-1]))
+            drafts.append(draft)
+        return run("drafts", lambda: torch.stack(drafts, 1))
+
+    def _first_pass(self, batch: Batch, at: Recalled) -> tuple[Tensor, Tensor | None]:
+        """-> hidden [B, 1, H] and draft [B], None where none is wanted.
+
+        It always runs: it refreshes the draft's KV even when nothing is drafted.
+        """
+        rows = self.slots.rows(batch.slots, at.start, at.kept, batch.width, at.table)
+        m = self.draft(at.hidden, at.fresh, rows)
+        last = (at.kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
+        m = m.gather(1, last)
+        return m, self.head.greedy(m.squeeze(1)) if batch.num_drafts else None
+
+    def _next_pass(
+        self, i: int, batch: Batch, at: Recalled, m: Tensor, draft: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Pass i: hidden and draft of the pass before -> the next [B, 1, H] and [B]."""
+        slots, one = batch.slots, self.slots.ones[: len(batch.slots)]
+        rows = self.slots.rows(slots, at.length, one, 1, at.table, shift=i - 1)
+        m = self.draft(m, draft.unsqueeze(1), rows)
+        return m, self.head.greedy(m.squeeze(1))
 
 
 class Iteration:
@@ -122,8 +143,11 @@ class Iteration:
     ) -> None:
         size, rank = device.tp.size, device.tp.rank
         self.device, self.run = device, run
+        self.check: Callable[[Tensor, Tensor], Tensor] | None = None
+        """(drafts, targets) -> drafts, before they are compared; an ablation's."""
         self.slots = SlotTensors(model, run, device)
         self.states = GdnStates(model, run, device)
+        self.memory = self.slots.memory(fold=self.states.kept)
         heads = model.attention
         self.pages = KvPages(
             len(model.full_layers), heads.kv_heads_of(size), heads.head_dim, run, device
@@ -191,29 +215,40 @@ class Iteration:
         state.fresh[slots, 0], state.hidden[slots, 0] = tokens, last
         return (tokens, *known)
 
-    def iterate(self, batch: Batch) -> tuple[Tensor, ...]:
+    def iterate(self, batch: Batch, run: RunPiece = at_once) -> tuple[Tensor, ...]:
         """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]].
 
         Where log probabilities are wished, those of the sampled slots' rows follow (`log_probs`).
         """
-        state, slots, k = self.slots, batch.slots, batch.num_drafts
+        at = run("recall", lambda: self._recall(batch))
         if self.drafter:
-            drafts = self.drafter.propose(batch)
+            drafts = self.drafter.propose(batch, at, run)
         else:
-            drafts = slots.new_empty(len(slots), 0)
-        length, table = state.length[slots], state.table_of(slots, batch.num_pages)
-        rows = state.rows(slots, length, batch.limits + 1, k + 1, table, waiting=batch.waiting)
-        tokens = torch.cat((state.last[slots].unsqueeze(1), drafts), 1)
+            drafts = batch.slots.new_empty(len(batch.slots), 0)
+        return run("verify", lambda: self._verify(batch, at, drafts))
+
+    def _recall(self, batch: Batch) -> Recalled:
+        table = self.slots.block_table[:, : batch.num_pages]
+        return self.device.ops.recall(batch.slots, self.memory, table, batch.width)
+
+    def _verify(self, batch: Batch, at: Recalled, drafts: Tensor) -> tuple[Tensor, ...]:
+        slots, ops, k = batch.slots, self.device.ops, batch.num_drafts
+        rows = self.slots.rows(
+            slots,
+            at.length,
+            batch.limits,
+            k + 1,
+            at.table,
+            more=1,
+            fold=at.fold,
+            waiting=batch.waiting,
+        )
+        tokens = torch.cat((at.last.unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
-        targets, *known = self._pick(hidden, batch, length, tokens)
-        kept = accept(drafts, targets, batch.limits)
-        self.states.commit(slots, kept)
-        state.length[slots] = length + kept
-        state.kept[slots] = kept
-        state.last[slots] = targets.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)
-        if self.drafter:
-            state.fresh[slots, : k + 1] = targets
-            state.hidden[slots, : k + 1] = hidden
+        targets, *known = self._pick(hidden, batch, at.length, tokens)
+        if self.check is not None:
+            drafts = self.check(drafts, targets)
+        kept = ops.accept_commit(slots, drafts, targets, batch.limits, hidden, self.memory)
         return (targets, kept, *known)
 
     def _reach(self, of: Batch | Chunk) -> int:

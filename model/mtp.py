@@ -9,8 +9,6 @@ Shapes: B slots | R rows | H hidden
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import Attention
@@ -42,7 +40,8 @@ class MtpDraft:
 
     def __call__(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         """hidden [B, R, H] after a final norm, tokens [B, R] that follow it -> m [B, R, H]."""
-        e = self.pre_fc_norm_embedding(F.embedding(tokens, self.embed_tokens))
-        n = self.pre_fc_norm_hidden(hidden)
-        y = self.ops.linear(torch.cat((e, n), -1), self.fc)
-        return self.norm.after(*self.layer(y, None, rows))[0]
+        e, n = self.pre_fc_norm_embedding, self.pre_fc_norm_hidden
+        pair = self.ops.mtp_input(tokens, self.embed_tokens, hidden, e.scale, n.scale, e.eps)
+        x = self.ops.linear(pair, self.fc)
+        part, x = self.layer(self.layer.input_layernorm(x), x, rows)
+        return self.norm.after(part, x)[0]

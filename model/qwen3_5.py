@@ -8,7 +8,6 @@ The embedding table is whole on every rank: a lookup costs no communication.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import Attention
@@ -31,7 +30,6 @@ class Qwen35:
         device: Device,
     ) -> None:
         self.embed_tokens = params["embed_tokens.weight"]
-        self.states = states
         self.norm = RmsNorm(params["norm.weight"], config.rms_norm_eps, device)
         self.layers: list[Block] = []
         for i, kind in enumerate(config.layer_types):
@@ -43,11 +41,14 @@ class Qwen35:
                 index = config.gdn_layers.index(i)
                 mixer = GatedDeltaNet(config, under(own, "linear_attn."), states, index, device)
             self.layers.append(Block(own, mixer, config.rms_norm_eps, device))
+        self.norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        """Of what each layer leaves: the next one's input norm, at the end the final norm."""
 
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """tokens [B, R] int64 -> hidden after the final norm [B, R, H]."""
-        rows = self.states.locate(rows)
-        delta, x = F.embedding(tokens, self.embed_tokens), None
-        for layer in self.layers:
-            delta, x = layer(delta, x, rows)
-        return self.norm.after(delta, x)[0]
+        first = self.layers[0].input_layernorm
+        normed, x = first.ops.embed_rms_norm(tokens, self.embed_tokens, first.scale, first.eps)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            part, x = layer(normed, x, rows)
+            normed, x = norm.after(part, x)
+        return normed

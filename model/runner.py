@@ -10,13 +10,14 @@ Letters: K drafted tokens | R = K+1 rows a slot | B slots of a batch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from model import ablation
 from model.config import RunConfig, load_config
 from model.edits import Wishes
 from model.iteration import Batch, Chunk, Drafter, Iteration
@@ -25,6 +26,9 @@ from model.step import Join, Leave, Progress, Sampling
 from model.weights import load
 from parallel.device import Device, Fetched
 from parallel.graph import Graphs
+
+MAX_CAPTURED_ROWS = 2048
+"""Widest prompt chunk that is captured; more of a prompt is several replays."""
 
 
 @dataclass(slots=True)
@@ -67,9 +71,8 @@ class Slot:
 class Launched:
     """Device work whose results nobody has read yet."""
 
-    first: Fetched | None
-    first_of: list[Slot]
-    """Slots whose prompt ended, and their first tokens [E]."""
+    firsts: list[tuple[Fetched, list[Slot]]]
+    """First tokens [E], and the slots whose prompts ended with them."""
     verified: Fetched | None
     batch_of: list[Slot]
     """Slots of the iteration, and its targets [B, K+1] and kept [B]."""
@@ -90,19 +93,22 @@ class Runner:
         *,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.run, self.device = run, device
+        self.run, self.device = run, ablation.old_device(device, run.ablation)
         self.model = load_config(Path(run.model_dir))
         check_pages(run, memory_plan(self.model, run))
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
             self.iteration = Iteration(self.model, run, params, device)
+            ablation.undo(self.iteration)
         self.run_ahead = device.capabilities.run_ahead
         self.slots: dict[int, Slot] = {}
         self._launched: deque[Launched] = deque()
-        self._graphs = Graphs(device)
+        self._graphs = Graphs(self.device)
         self._chunks: dict[int, Chunk] = {}
         self._batches: dict[tuple[int, int], Batch] = {}
         """With graphs: what captured chunks (by width) and iterations (by size and K) read."""
+        self._sent: dict[int, list[int]] = {}
+        """Values that a standing batch's tensors hold, by their id: only changes are sent."""
         self.buckets = run.batch_buckets or self._default_buckets()
 
     def warm_up(self) -> None:
@@ -200,17 +206,19 @@ class Runner:
         return held.join.request if held else None
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device.torch_device)
+        return self.device.send(torch.tensor(values, dtype=torch.int64))
 
     def _launch(self) -> Launched:
-        first, first_of = self._launch_prefill()
-        fetched = None if first is None else self.device.fetch(first)
+        firsts = self._launch_prefill()
         held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.wanted > 0]
         if not held:
-            return Launched(fetched, first_of, None, [], [])
+            return Launched(firsts, None, [], [])
         limits = [min(s.draft_tokens, s.wanted - 1) for s in held]
         batch = self._batch(held, limits)
-        if batch.sampled is None:
+        if self.run.ablation.sync_each_draft:
+            pieces = ablation.synced(self._graphs, self.device, batch)
+            results = self.iteration.iterate(batch, pieces)
+        elif batch.sampled is None:
             key = (len(batch.slots), batch.num_drafts)
             results = self._graphs.run(key, lambda: self.iteration.iterate(batch))
         else:
@@ -218,7 +226,7 @@ class Runner:
         for slot in held:
             slot.waiting = batch.num_drafts + 1
             slot.promised += 1
-        return Launched(fetched, first_of, self.device.fetch(results), held, limits)
+        return Launched(firsts, self.device.fetch(results), held, limits)
 
     def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
         run = self.run
@@ -226,8 +234,8 @@ class Runner:
         k = run.draft_tokens if run.pin_rows or graphs else max(limits)
         sampled = [i for i, s in enumerate(held) if s.sampling.needs_logits]
         padding = next((n for n in self.buckets if n >= len(held)), len(held)) - len(held)
-        slots = self._ints([s.join.slot for s in held] + [run.max_slots] * padding)
-        own_limits = self._ints(limits + [0] * padding)
+        slots = [s.join.slot for s in held] + [run.max_slots] * padding
+        own_limits = limits + [0] * padding
         if graphs and not sampled:
             return self._standing_batch(slots, own_limits, k)
         reach = max(len(s.prompt) + s.emitted for s in held) + (self.run_ahead + 1) * (
@@ -235,8 +243,8 @@ class Runner:
         )
         waiting = max(s.waiting for s in held)
         return Batch(
-            slots=slots,
-            limits=own_limits,
+            slots=self._ints(slots),
+            limits=self._ints(own_limits),
             num_drafts=k,
             width=max(1, waiting),
             waiting=waiting,
@@ -245,7 +253,7 @@ class Runner:
             wishes=Wishes.of([held[i].sampling for i in sampled]),
         )
 
-    def _standing_batch(self, slots: Tensor, limits: Tensor, k: int) -> Batch:
+    def _standing_batch(self, slots: list[int], limits: list[int], k: int) -> Batch:
         """The batch whose tensors a captured iteration reads, with these values in them.
 
         Width, factor rows and pages are the most there can be: counts on the device say the rest.
@@ -253,8 +261,8 @@ class Runner:
         key = (len(slots), k)
         if key not in self._batches:
             self._batches[key] = Batch(
-                slots=slots,
-                limits=limits,
+                slots=self._ints(slots),
+                limits=self._ints(limits),
                 num_drafts=k,
                 width=self.run.draft_tokens + 1,
                 waiting=self.run.draft_tokens + 1,
@@ -262,8 +270,10 @@ class Runner:
                 sampled=None,
             )
         batch = self._batches[key]
-        batch.slots.copy_(slots)
-        batch.limits.copy_(limits)
+        for tensor, values in ((batch.slots, slots), (batch.limits, limits)):
+            if self._sent.get(id(tensor)) != values:
+                tensor.copy_(self._ints(values))
+                self._sent[id(tensor)] = values
         return batch
 
     def _default_buckets(self) -> tuple[int, ...]:
@@ -275,26 +285,47 @@ class Runner:
             sizes.append(min(2 * sizes[-1], self.run.max_slots))
         return tuple(sizes)
 
-    def _launch_prefill(self) -> tuple[tuple[Tensor, ...] | None, list[Slot]]:
+    def _launch_prefill(self) -> list[tuple[Fetched, list[Slot]]]:
         """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
+        waiting = [s for s in self.slots.values() if not s.decoding]
+        waiting.sort(key=lambda s: s.join.request)
+        graphs = self.device.capabilities.graphs
+        share = self._share_singly(waiting) if graphs else self._share_padded(waiting)
+        firsts = []
+        for taken in share:
+            first, ending = self._prefill(taken, max(count for _, count in taken))
+            for slot, count in taken:
+                slot.prefilled += count
+            for slot in ending:
+                slot.promised += 1
+            if first is not None:
+                firsts.append((self.device.fetch(first), ending))
+        return firsts
+
+    def _share_padded(self, waiting: list[Slot]) -> list[list[tuple[Slot, int]]]:
+        """One chunk of several slots, padded to one width."""
         budget = self.run.prefill_chunk
         taken: list[tuple[Slot, int]] = []
         width = 0
-        waiting = [s for s in self.slots.values() if not s.decoding]
-        for slot in sorted(waiting, key=lambda s: s.join.request):
+        for slot in waiting:
             count = min(len(slot.prompt) - slot.prefilled, budget)
             if taken and max(width, count) * (len(taken) + 1) > budget:
                 break
             taken.append((slot, count))
             width = max(width, count)
-        if not taken:
-            return None, []
-        first, ending = self._prefill(taken, width)
-        for slot, count in taken:
-            slot.prefilled += count
-        for slot in ending:
-            slot.promised += 1
-        return first, ending
+        return [taken] if taken else []
+
+    def _share_singly(self, waiting: list[Slot]) -> Iterator[list[tuple[Slot, int]]]:
+        """Chunks of one slot each, of a captured width, as many as the budget takes."""
+        budget = self.run.prefill_chunk
+        for slot in waiting:
+            while budget > 0 and not slot.decoding:
+                count = min(len(slot.prompt) - slot.prefilled, self._prefill_widths()[-1])
+                yield [(slot, count)]  # whose taker advances slot.prefilled
+                budget -= self._prefill_width(count)
+
+    def _prefill_width(self, count: int) -> int:
+        return next(w for w in self._prefill_widths() if w >= count)
 
     def _prefill(
         self, taken: list[tuple[Slot, int]], width: int
@@ -305,7 +336,7 @@ class Runner:
         if not graphs or slot.sampling.needs_logits:
             chunk, ending = self._chunk(taken, width)
             return self.iteration.prefill(chunk), ending
-        width = next(w for w in self._prefill_widths() if w >= width)
+        width = self._prefill_width(width)
         fresh, ending = self._chunk(taken, width)
         if width not in self._chunks:
             most = self.iteration.slots.max_pages
@@ -321,9 +352,10 @@ class Runner:
 
     def _prefill_widths(self) -> list[int]:
         """Widths that a captured chunk is padded to: powers of two up to prefill_chunk."""
-        widths = [min(64, self.run.prefill_chunk)]
-        while widths[-1] < self.run.prefill_chunk:
-            widths.append(min(2 * widths[-1], self.run.prefill_chunk))
+        widest = min(self.run.prefill_chunk, MAX_CAPTURED_ROWS)
+        widths = [min(64, widest)]
+        while widths[-1] < widest:
+            widths.append(min(2 * widths[-1], widest))
         return widths if self.device.capabilities.graphs else widths[:1]
 
     def _chunk(self, taken: list[tuple[Slot, int]], width: int) -> tuple[Chunk, list[Slot]]:
@@ -356,10 +388,10 @@ class Runner:
     def _collect(self, launched: Launched) -> list[Progress]:
         """Read a step's tokens, once; a slot whose tenant has left meanwhile is passed over."""
         progress = []
-        if launched.first is not None:
-            first, *known = launched.first.wait()
-            logprobs = _log_probs(launched.first_of, known)
-            for slot, token in zip(launched.first_of, first.tolist(), strict=True):
+        for fetched, slots in launched.firsts:
+            first, *known = fetched.wait()
+            logprobs = _log_probs(slots, known)
+            for slot, token in zip(slots, first.tolist(), strict=True):
                 progress += self._advance(slot, [token], logprobs, verified=False)
         if launched.verified is None:
             return progress

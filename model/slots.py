@@ -19,7 +19,7 @@ from model.edits import LogitEdits, Wishes, log_probs
 from model.plan import overshoot_rows, pages_for
 from model.sample import draw, uniform
 from model.step import Join
-from parallel.device import Device
+from parallel.device import Device, SlotMemory
 
 
 class SlotTensors:
@@ -37,6 +37,7 @@ class SlotTensors:
             return torch.zeros(*shape, dtype=torch.int64, device=where)
 
         self.length, self.last, self.kept = integers(slots), integers(slots), integers(slots) + 1
+        self.ones = integers(max(slots, *run.batch_buckets, 1)) + 1
         self.block_table = integers(slots, self.max_pages)
         self.fresh = integers(slots, rows)
         dtype = getattr(torch, run.dtype)
@@ -48,13 +49,24 @@ class SlotTensors:
     def tensors(self) -> list[Tensor]:
         return [self.length, self.last, self.kept, self.block_table, self.fresh, self.hidden]
 
+    def memory(self, fold: Tensor) -> SlotMemory:
+        """What an iteration's end writes; fold: of the GDN states."""
+        return SlotMemory(
+            length=self.length,
+            last=self.last,
+            kept=self.kept,
+            fold=fold,
+            fresh=self.fresh,
+            hidden=self.hidden,
+        )
+
     def reset(self, join: Join) -> None:
         """Hand a slot to a new request."""
         slot, how = join.slot, join.sampling
         self.length[slot], self.kept[slot] = 0, 1
         pages = torch.tensor(join.pages, dtype=torch.int64)
         self.block_table[slot].fill_(NULL_PAGE)
-        self.block_table[slot, : len(join.pages)] = pages.to(self.block_table.device)
+        self.block_table[slot, : len(join.pages)] = self.device.send(pages)
         self.seed[slot], self.top_k[slot] = how.seed or 0, how.top_k
         self.temperature[slot] = how.temperature
         self.top_p[slot], self.min_p[slot] = how.top_p, how.min_p
@@ -74,25 +86,31 @@ class SlotTensors:
         num_rows: int,
         table: Tensor,
         *,
+        shift: int = 0,
+        more: int = 0,
+        fold: Tensor | None = None,
         waiting: int = 0,
         prefill: bool = False,
     ) -> Rows:
-        """Rows `first`, first + 1, ... of each slot; `counts` of them real, the rest padding.
+        """Rows from position first + shift of each slot; counts + more of them real, else padding.
 
-        slots, first, counts [B] int64; table [B, N]: the slots' pages (`table_of`).
+        slots, first, counts [B] int64; table [B, N]: the slots' pages (`table_of`). A verify pass
+        says how many rows of the last one to fold [B], and how many there may be (waiting).
         """
-        positions, index, cos, sin = self.device.ops.place_rows(
-            first, counts, table, self.rotary.cos, self.rotary.sin, num_rows, self.run.page_tokens
+        cos, sin, page_tokens = self.rotary.cos, self.rotary.sin, self.run.page_tokens
+        positions, index, cos, sin, lengths = self.device.ops.place_rows(
+            first, counts, table, cos, sin, num_rows, page_tokens, shift, more
         )
         return Rows(
             slots=slots,
             positions=positions,
-            lengths=first + counts,
+            lengths=lengths,
             block_table=table,
             kv_index=index,
             counts=counts,
             cos=cos,
             sin=sin,
+            fold=fold,
             waiting=waiting,
             prefill=prefill,
         )

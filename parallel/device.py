@@ -60,6 +60,42 @@ class GdnLayer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlotMemory:
+    """Where the slots stand, by slot [S]; X rows a pass leaves at most."""
+
+    length: Tensor
+    """[S] int64: rows the caches hold"""
+    last: Tensor
+    """[S] int64: the last token, not yet a row"""
+    kept: Tensor
+    """[S] int64: rows that the last pass kept"""
+    fold: Tensor
+    """[S] int64: how many of them wait to be folded into the GDN states"""
+    fresh: Tensor
+    """[S, X] int64: the tokens that followed the rows of the last pass"""
+    hidden: Tensor
+    """[S, X, H]: the rows' hiddens after the final norm"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recalled:
+    """Rows of SlotMemory, by place in the batch [B]."""
+
+    length: Tensor
+    last: Tensor
+    kept: Tensor
+    fold: Tensor
+    start: Tensor
+    """[B] int64 each; start: length - kept, the position of the last pass's first row"""
+    fresh: Tensor
+    """[B, width] int64"""
+    hidden: Tensor
+    """[B, width, H]"""
+    table: Tensor
+    """[B, N] int64: pages"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """What a backend can do, as data: code asks for these, never for a chip."""
 
@@ -81,12 +117,15 @@ class Ops(Protocol):
         sin: Tensor,
         num_rows: int,
         page_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where R rows from position `first` of each slot lie; `counts` of them are real.
+        shift: int = 0,
+        more: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Where R rows from position first + shift of each slot lie; counts + more of them real.
 
         first, counts [B] int64; block_table [B, N]; cos, sin [positions, rotary] float32.
         -> positions [B, R], kept inside the table; index [B, R] = page * page_tokens + offset, 0 in
-        the null page for padding rows; cos and sin of the positions [B, R, 1, rotary].
+        the null page for padding rows; cos and sin of the positions [B, R, 1, rotary]; lengths [B],
+        the position after the last real row.
         """
         ...
 
@@ -102,6 +141,31 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """-> (rms_norm(x + residual), x + residual)."""
+        ...
+
+    def sum_add_rms_norm(
+        self, part: Tensor, residual: Tensor, scale: Tensor, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        """add_rms_norm of the sum of `part` over the group's ranks."""
+        ...
+
+    def embed_rms_norm(
+        self, tokens: Tensor, table: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """tokens [B, R] int64, table [V, H] -> (rms_norm of their rows, the rows [B, R, H])."""
+        ...
+
+    def mtp_input(
+        self,
+        tokens: Tensor,
+        table: Tensor,
+        hidden: Tensor,
+        token_scale: Tensor,
+        hidden_scale: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """tokens [B, R], table [V, H], hidden [B, R, H] -> [B, R, 2H]: the norm of the tokens' rows
+        by token_scale, then the norm of hidden by hidden_scale."""
         ...
 
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
@@ -216,6 +280,39 @@ class Ops(Protocol):
         """head_pair of head [v, H] float8_e4m3fn times scales [v] float32."""
         ...
 
+    def head_ids(
+        self, hidden: Tensor, head: Tensor, scales: Tensor | None, first_id: int, group: Group
+    ) -> Tensor:
+        """The id [N] int64 of each row's best logit over the group's shares of the head.
+
+        hidden, head, first_id as head_pair; scales [v]: as head_pair_fp8; None: head_pair.
+        """
+        ...
+
+    def recall(self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Recalled:
+        """What the slots [B] int64 remember; table [S, N]: all block tables, or their first pages.
+
+        Of fresh and hidden the first `width` rows.
+        """
+        ...
+
+    def accept_commit(
+        self,
+        slots: Tensor,
+        drafts: Tensor,
+        targets: Tensor,
+        limits: Tensor,
+        hidden: Tensor,
+        memory: SlotMemory,
+    ) -> Tensor:
+        """Keep the drafts that equal the target's tokens, and advance the slots by what is kept.
+
+        slots, limits [B] int64 (a slot's own K); drafts [B, K], targets [B, R] int64, R = K+1;
+        hidden [B, R, H]. -> kept [B] int64 = 1 + length of the agreeing prefix, 1..limit+1. No
+        probability is involved. Slots are distinct, except padding that nobody reads.
+        """
+        ...
+
     def choose_pair(self, gathered: Tensor) -> Tensor:
         """head_pair of every rank [size, N, 2] -> [N] int64: the best id, ties to the smallest."""
         ...
@@ -255,6 +352,17 @@ class Device:
         event.record()
         return Fetched(copies, event)
 
+    def send(self, values: Tensor) -> Tensor:
+        """A CPU tensor on the device, behind what is enqueued now; nothing waits here."""
+        if self.torch_device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def synchronise(self) -> None:
+        """Wait until all that is enqueued is done. For measurements: no iteration needs it."""
+        if self.torch_device.type != "cpu":
+            torch.accelerator.synchronize(self.torch_device)
+
     def local(self) -> Device:
         """The same device with a group of one: for modules that every rank holds whole."""
         return replace(self, tp=alone())
@@ -280,6 +388,11 @@ def claim_device(kind: str, index: int) -> None:
         f"device: {kind} #{index}: this version has no backend for it. "
         f"Set device: cpu or cuda in cluster.yaml."
     )
+
+
+def free_device_bytes(kind: str, index: int) -> int | None:
+    """Memory that is free on a claimed device; None on the CPU, whose ranks share the host's."""
+    return None if kind == "cpu" else getattr(torch, kind).mem_get_info(index)[0]
 
 
 def open_device(kind: str, index: int, tp: Group) -> Device:

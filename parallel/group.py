@@ -16,6 +16,7 @@ import platform
 import secrets
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +33,31 @@ PEER_BUFFER_BYTES = 1 << 20
 PEER_DTYPES = {torch.bfloat16, torch.float32}
 
 
+MAIL_ROWS, MAIL_WORDS = 256, 2560
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """Where kernels of this rank find words that kernels of the others send (kernels/peer.py)."""
+
+    inbox: Tensor
+    """[2, size, rows, words] int64, zero at first, written by the peers"""
+    peers: Tensor
+    """[size] int64: addresses of all inboxes as this rank sees them"""
+    turns: Tensor
+    """[rows] int32: how often each row was exchanged"""
+    rank: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return self.inbox.shape[2]
+
+    @property
+    def words(self) -> int:
+        return self.inbox.shape[3]
+
+
 class CollectiveError(RuntimeError):
     """A rank did not come to a collective in time."""
 
@@ -41,6 +67,8 @@ class Group:
 
     rank: int = 0
     size: int = 1
+    mail: Mail | None = None
+    """Set where kernels of the ranks can write to each other."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of `x` over the ranks; same shape and dtype. `x` may be overwritten."""
@@ -129,6 +157,15 @@ class PeerGroup(ProcessGroup):
         self._parts: dict[torch.Size, Tensor] = {}
         self._buffer = symmetric.empty(PEER_BUFFER_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._buffer, dist.group.WORLD)
+        shape = (2, size, MAIL_ROWS, MAIL_WORDS)
+        inbox = symmetric.empty(shape, dtype=torch.int64, device=device).zero_()
+        inboxes = symmetric.rendezvous(inbox, dist.group.WORLD)
+        addresses = [inboxes.get_buffer(r, shape, torch.int64).data_ptr() for r in range(size)]
+        peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        turns = torch.zeros(MAIL_ROWS, dtype=torch.int32, device=device)
+        self.mail = Mail(inbox, peers, turns, rank, size)
+        torch.cuda.synchronize()
+        dist.barrier()  # no word may come before its inbox is zero
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes > PEER_BUFFER_BYTES or x.nbytes % 16 or x.dtype not in PEER_DTYPES:

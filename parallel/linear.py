@@ -1,8 +1,9 @@
-"""Sharded matrices: columns of the output over the ranks, or of the input with a sum after.
+"""Sharded matrices: columns of the output over the ranks, or of the input with a sum to follow.
 
     x [.., in] -> ColumnLinear -> [.., out share]      x [.., in share] -> RowLinear -> [.., out]
 
-A layer is one column-parallel and one row-parallel matrix, so it needs one all-reduce.
+A layer is one column-parallel and one row-parallel matrix, so it needs one sum over the ranks: the
+norm that reads it takes it (Ops.sum_add_rms_norm), in one operation where a backend can.
 Weights arrive cut (parallel/shard.py says how); a group of one makes both plain.
 """
 
@@ -24,10 +25,10 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """weight [out, in share]; the partial products are summed over `device.tp`."""
+    """weight [out, in share]; -> this rank's part of the sum over `device.tp`."""
 
     def __init__(self, weight: Tensor, device: Device) -> None:
-        self.weight, self.ops, self.group = weight, device.ops, device.tp
+        self.weight, self.ops = weight, device.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.ops.linear(x, self.weight))
+        return self.ops.linear(x, self.weight)

@@ -37,8 +37,7 @@ class LMHead:
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> the likeliest id of each row [N] int64, the same on every rank."""
-        pair = self.ops.head_pair(hidden, self.weight, self.first_id)
-        return self.ops.choose_pair(self.group.all_gather(pair))
+        return self.ops.head_ids(hidden, self.weight, None, self.first_id, self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> all logits [N, V] float32, in vocabulary order, on every rank."""
@@ -57,5 +56,4 @@ class Fp8Head:
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """As LMHead.greedy, by the rounded weights."""
-        pair = self.ops.head_pair_fp8(hidden, self.weight, self.scales, self.first_id)
-        return self.ops.choose_pair(self.group.all_gather(pair))
+        return self.ops.head_ids(hidden, self.weight, self.scales, self.first_id, self.group)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from model.config import RunConfig, load_config
-from model.iteration import Batch, Chunk
+from model.iteration import Batch, Chunk, RunPiece
 from model.plan import overshoot_rows, pages_for
 from model.runner import Runner
 from model.step import Join, Progress, Sampling
-from parallel.device import open_device
+from parallel.device import Recalled, open_device
 from parallel.group import alone, threads
 
 
@@ -159,7 +159,7 @@ class ForcedDrafter:
     def observe(self, chunk: Chunk, hidden: Tensor) -> None:
         """Nothing to see."""
 
-    def propose(self, batch: Batch) -> Tensor:
+    def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
         vocab = self.runner.model.vocab_size
         drafts = torch.zeros(len(batch.slots), batch.num_drafts, dtype=torch.int64)
         for b, slot in enumerate(batch.slots.tolist()):

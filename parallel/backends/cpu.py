@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.device import GdnLayer
+from parallel.device import GdnLayer, Recalled, SlotMemory
+from parallel.group import Group
 
 CHUNK_ROWS = 64
 """Prompt rows that the delta rule takes at a time."""
@@ -34,13 +35,17 @@ class CpuOps:
         sin: Tensor,
         num_rows: int,
         page_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        shift: int = 0,
+        more: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        first, counts = first + shift, counts + more
         row = torch.arange(num_rows, device=first.device)
         positions = (first.unsqueeze(1) + row).clamp_(0, cos.shape[0] - 1)
         page = (positions // page_tokens).clamp_(max=block_table.shape[1] - 1)
         index = block_table.gather(1, page) * page_tokens + positions % page_tokens
         index = index.masked_fill_(row >= counts.unsqueeze(1), 0)
-        return positions, index, cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
+        cos, sin = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
+        return positions, index, cos, sin, first + counts
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         num_rows = x.numel() // x.shape[-1]
@@ -57,6 +62,29 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, scale, eps), total
+
+    def sum_add_rms_norm(
+        self, part: Tensor, residual: Tensor, scale: Tensor, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        return self.add_rms_norm(group.all_reduce(part), residual, scale, eps)
+
+    def embed_rms_norm(
+        self, tokens: Tensor, table: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x = F.embedding(tokens, table)
+        return self.rms_norm(x, scale, eps), x
+
+    def mtp_input(
+        self,
+        tokens: Tensor,
+        table: Tensor,
+        hidden: Tensor,
+        token_scale: Tensor,
+        hidden_scale: Tensor,
+        eps: float,
+    ) -> Tensor:
+        left, _ = self.embed_rms_norm(tokens, table, token_scale, eps)
+        return torch.cat((left, self.rms_norm(hidden, hidden_scale, eps)), -1)
 
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
         wide = x.float()
@@ -258,6 +286,49 @@ class CpuOps:
         """logits [N, v] -> their pairs, as head_pair."""
         value, index = logits.float().max(-1)
         return torch.stack((value.view(torch.int32), (index + first_id).to(torch.int32)), -1)
+
+    def head_ids(
+        self, hidden: Tensor, head: Tensor, scales: Tensor | None, first_id: int, group: Group
+    ) -> Tensor:
+        if scales is None:
+            pair = self.head_pair(hidden, head, first_id)
+        else:
+            pair = self.head_pair_fp8(hidden, head, scales, first_id)
+        return self.choose_pair(group.all_gather(pair))
+
+    def recall(self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Recalled:
+        length, kept = memory.length[slots], memory.kept[slots]
+        return Recalled(
+            length=length,
+            last=memory.last[slots],
+            kept=kept,
+            fold=memory.fold[slots],
+            start=length - kept,
+            fresh=memory.fresh[slots, :width],
+            hidden=memory.hidden[slots, :width],
+            table=table[slots],
+        )
+
+    def accept_commit(
+        self,
+        slots: Tensor,
+        drafts: Tensor,
+        targets: Tensor,
+        limits: Tensor,
+        hidden: Tensor,
+        memory: SlotMemory,
+    ) -> Tensor:
+        num_drafts, rows = drafts.shape[1], targets.shape[1]
+        offered = torch.arange(num_drafts, device=drafts.device) < limits.unsqueeze(1)
+        agrees = (drafts == targets[:, :num_drafts]) & offered
+        kept = 1 + agrees.to(torch.int64).cumprod(1).sum(1)
+        memory.length[slots] += kept
+        memory.kept[slots] = kept
+        memory.fold[slots] = kept
+        memory.last[slots] = targets.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)
+        memory.fresh[slots, :rows] = targets
+        memory.hidden[slots, :rows] = hidden
+        return kept
 
     def choose_pair(self, gathered: Tensor) -> Tensor:
         bits, ids = gathered.unbind(-1)  # [size, N] each

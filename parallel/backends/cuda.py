@@ -16,24 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.backends.cpu import CpuOps
-from parallel.device import Capabilities, Device, DeviceError, GdnLayer
+from parallel.device import Capabilities, Device, DeviceError, GdnLayer, Recalled, SlotMemory
 from parallel.group import Group
 
 log = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 MAX_ARRIVALS = 1 << 14
-NARROW = 2048
-"""Up to here a matrix of few rows is faster split over its inner width than by cuBLAS (H200)."""
 
 
 class CudaOps(CpuOps):
     """The CUDA backend; see parallel.device.Ops for shapes and meaning."""
 
     def __init__(self, device: torch.device) -> None:
-        from parallel.kernels import attention, gdn, matmul, place, rows
+        from parallel.kernels import attention, gdn, matmul, peer, place, prompt, rows, slots
 
         self._rows, self._gdn, self._attention, self._place = rows, gdn, attention, place
-        self._matmul = matmul
+        self._matmul, self._peer, self._slots, self._prompt = matmul, peer, slots, prompt
         self._chunk_rule = _chunk_rule()
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
@@ -46,11 +44,15 @@ class CudaOps(CpuOps):
         sin: Tensor,
         num_rows: int,
         page_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self._place.place_rows(first, counts, block_table, cos, sin, num_rows, page_tokens)
+        shift: int = 0,
+        more: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self._place.place_rows(
+            first, counts, block_table, cos, sin, num_rows, page_tokens, shift, more
+        )
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if weight.shape[0] <= NARROW and self._few(x, 16):
+        if self._few(x, 16):
             return self._matmul.few_rows(x, weight, self._arrivals)
         return F.linear(x, weight)
 
@@ -69,6 +71,43 @@ class CudaOps(CpuOps):
         self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return self._rows.add_rms_norm(x, residual, scale, eps)
+
+    def sum_add_rms_norm(
+        self, part: Tensor, residual: Tensor, scale: Tensor, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        if group.mail is not None and self._peer.fits(part, group.mail):
+            return self._peer.sum_add_rms_norm(part, residual, scale, eps, group.mail)
+        return self.add_rms_norm(group.all_reduce(part), residual, scale, eps)
+
+    def embed_rms_norm(
+        self, tokens: Tensor, table: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._slots.embed_rms_norm(tokens, table, scale, eps)
+
+    def mtp_input(
+        self,
+        tokens: Tensor,
+        table: Tensor,
+        hidden: Tensor,
+        token_scale: Tensor,
+        hidden_scale: Tensor,
+        eps: float,
+    ) -> Tensor:
+        return self._slots.mtp_input(tokens, table, hidden, token_scale, hidden_scale, eps)
+
+    def recall(self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Recalled:
+        return self._slots.recall(slots, memory, table, width)
+
+    def accept_commit(
+        self,
+        slots: Tensor,
+        drafts: Tensor,
+        targets: Tensor,
+        limits: Tensor,
+        hidden: Tensor,
+        memory: SlotMemory,
+    ) -> Tensor:
+        return self._slots.accept_commit(slots, drafts, targets, limits, hidden, memory)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self._rows.swiglu(gate_up)
@@ -121,16 +160,16 @@ class CudaOps(CpuOps):
         """flash-linear-attention's chunk kernels in bfloat16; float32 runs as defined."""
         if proj.dtype == torch.float32 or self._chunk_rule is None:
             return super().gdn_prefill(proj, layer, slots, counts)
-        qk, v, g, beta, window = self._prefill_inputs(proj, layer, slots)
-        real = torch.arange(proj.shape[1], device=proj.device) < counts.unsqueeze(1)
-        real = real.unsqueeze(-1)  # a row with beta = g = 0 leaves the state as it is
-        q, k = qk.to(proj.dtype).unbind(2)
-        state = layer.state.index_select(0, slots)
+        q, k, v, g, beta = self._prompt.prompt_inputs(proj, layer, slots, counts)
         out, state = self._chunk_rule(
-            q.contiguous(), k.contiguous(), v.to(proj.dtype), g * real, beta * real,
-            scale=layer.head_k_dim**-0.5, initial_state=state, output_final_state=True,
+            q, k, v, g, beta, scale=layer.head_k_dim**-0.5,
+            initial_state=layer.state.index_select(0, slots), output_final_state=True,
         )  # fmt: skip
-        return self._prefill_end(out, proj, layer, slots, counts, window, state)
+        layer.state.index_copy_(0, slots, state)
+        self._prompt.keep_window(proj, layer, slots, counts)
+        z = proj.split_with_sizes(layer.widths, -1)[1].unflatten(-1, out.shape[2:])
+        norm = (layer.norm_weight, layer.eps, layer.gate)
+        return self._prompt.gated_rms_norm(out.contiguous(), z, *norm).flatten(2)
 
     def head_pair(self, hidden: Tensor, head: Tensor, first_id: int) -> Tensor:
         if self._few(hidden):
@@ -141,6 +180,20 @@ class CudaOps(CpuOps):
         if self._few(hidden):
             return self._matmul.head_top_pair_fp8(hidden, head, scales, first_id)
         return super().head_pair_fp8(hidden, head, scales, first_id)
+
+    def head_ids(
+        self, hidden: Tensor, head: Tensor, scales: Tensor | None, first_id: int, group: Group
+    ) -> Tensor:
+        mail = group.mail
+        if mail is None or hidden.shape[0] > mail.rows:
+            return super().head_ids(hidden, head, scales, first_id, group)
+        if self._few(hidden):
+            keys = self._matmul.head_keys(hidden, head, scales)
+        elif scales is None:
+            keys = self._rows.top_keys(F.linear(hidden, head))
+        else:
+            return super().head_ids(hidden, head, scales, first_id, group)
+        return self._peer.choose_over_ranks(keys, first_id, mail)
 
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
         return self._rows.top_pair(logits, first_id)
@@ -163,11 +216,13 @@ def _chunk_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 def claim_cuda(index: int) -> None:
     """Use GPU `index` of the visible ones. DeviceError where there is none or it is too old."""
-    if not torch.cuda.is_available():
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as problem:  # no GPU, an old driver, torch without CUDA
+        why = " ".join(str(problem).split()).rstrip(".")
         raise DeviceError(
-            "device: cuda: torch sees no GPU (driver missing or too old, or a CPU build of torch: "
-            f"{torch.__version__}). Set device: cpu in cluster.yaml."
-        )
+            f"device: cuda: {why} (torch {torch.__version__}). Set device: cpu in cluster.yaml."
+        ) from None
     count = torch.cuda.device_count()
     if index >= count:
         raise DeviceError(f"device: cuda #{index}: {count} are visible (CUDA_VISIBLE_DEVICES)")

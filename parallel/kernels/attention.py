@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel.kernels.launch import after_previous, overlapped
+
 MIN_CHUNK, MAX_CHUNK = 64, 1024
 """Keys of a part: few when there are few tiles, so that one slot still fills the device."""
 CHUNK_PER_TILE = 8
@@ -96,7 +98,7 @@ def paged_attention(
         HEADS=heads, KV=kv_heads, D=d, PAGE=page, TILE=cut.tile,
         KEYS=min(cut.keys, 32) if wide else cut.keys, WHOLE=whole, GATED=gated, WIDEN=not q.is_cuda,
         num_warps=8 if cut.tile == MAX_TILE else 4,
-        num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3),
+        num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3), **overlapped(q),
     )  # fmt: skip
     if not whole:
         width = min(d, COMBINE_WIDTH) if slots * rows * heads < 512 else d
@@ -104,7 +106,7 @@ def paged_attention(
             partial, stats, positions, lengths, gate_rows, out,
             positions.stride(0), gate_rows.stride(0), rows, cut.chunk, cut.parts,
             HEADS=heads, D=d, WIDTH=width, PARTS=COMBINE_PARTS * COMBINE_WIDTH // width,
-            GATED=gated, num_warps=4,
+            GATED=gated, num_warps=4, **overlapped(q),
         )  # fmt: skip
     return out
 
@@ -152,9 +154,10 @@ def _attend_kernel(
     table_slot, position_slot, gate_token, rows, chunk, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of the context for one tile; WHOLE: the part is everything, so it ends here."""
+    after_previous(PDL)
     part, dim = tl.program_id(0), tl.arange(0, D)
     slot, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
     group: tl.constexpr = HEADS // KV
@@ -214,9 +217,10 @@ def _combine_kernel(
     partial_ptr, stats_ptr, position_ptr, length_ptr, gate_ptr, out_ptr,
     position_slot, gate_token, rows, chunk, parts,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query head of a row: its parts up to its own position, WIDTH of its dims."""
+    after_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     token, head = line // HEADS, line % HEADS
     position = tl.load(position_ptr + token // rows * position_slot + token % rows)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel.kernels.launch import after_previous, overlapped
+
 NARROW, WIDE = (8, 1), (16, 1)
 """Columns of a state and warps of one program: NARROW spreads few states over more processors."""
 FEW_COLUMNS = 8448
@@ -57,7 +59,7 @@ def gdn_inputs(
     strides = (*proj.stride()[:2], *conv_cache.stride()[:2])
     shape = (rows, conv_weight.shape[0], key_heads, value_heads, dk, dv)
     grid = (2 * key_heads + value_heads, batch)
-    _inputs_kernel[grid](*read, qk, v, g, beta, *strides, *shape, num_warps=4)
+    _inputs_kernel[grid](*read, qk, v, g, beta, *strides, *shape, num_warps=4, **overlapped(proj))
     return qk, v, g, beta
 
 
@@ -98,7 +100,9 @@ def gdn_verify(
     strides = (*z.stride()[:3], *state.stride()[:2], *factors.stride()[:2])
     shape = (rows, waiting, key_heads, heads, dk, dv, block, gate == "silu")
     grid = (heads * triton.cdiv(dv, block), batch)
-    _verify_kernel[grid](*inputs, arrivals, y, *strides, eps, *shape, num_warps=warps)
+    _verify_kernel[grid](
+        *inputs, arrivals, y, *strides, eps, *shape, num_warps=warps, **overlapped(z)
+    )
     return y
 
 
@@ -107,9 +111,10 @@ def _inputs_kernel(
     proj, cache, weight, rate, dt_bias, slots, kept, qk, v, g, beta, proj_b, proj_r, cache_s,
     cache_x,
     ROWS: tl.constexpr, TAPS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of the channels of one head's q, k or v, in one slot."""
+    after_previous(PDL)
     QK: tl.constexpr = 2 * K_HEADS * DK
     CHANNELS: tl.constexpr = QK + HEADS * DV
     part, b = tl.program_id(0), tl.program_id(1)
@@ -195,6 +200,7 @@ def _verify_kernel(
     state_s, state_h, factors_s, factors_x, eps,
     ROWS: tl.constexpr, WAITING: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one value head's state [Dk, BLOCK columns] of one slot, all rows.
 
@@ -202,6 +208,7 @@ def _verify_kernel(
     last of a key head's programs to arrive, when all have read the old factors and written their
     part of the rows, does what they share: nobody waits for anybody.
     """
+    after_previous(PDL)
     BLOCKS: tl.constexpr = triton.cdiv(DV, BLOCK)
     REPEAT: tl.constexpr = HEADS // K_HEADS
     part, b = tl.program_id(0), tl.program_id(1)

@@ -21,13 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.rows import LOWEST, _sortable, _top_last_kernel
+from parallel.kernels.launch import after_previous, overlapped, prefetch
+from parallel.kernels.rows import LOWEST, _sortable, pair_of
 
 MAX_ROWS = 64
 PROGRAMS = 160
 """Programs that occupy the device: K is split while that makes at most so many, ..."""
 LEAST_DEPTH = 256
 """... and leaves each at least this much of K."""
+FIRST_TILES = tl.constexpr(264)
+HEAD_AHEAD = 2048
+"""The head's first programs, two a processor, prefetch so many bytes of each column's weights."""
 MAX_ARRIVALS = PROGRAMS // 2
 """Counters that a launch may use: one for each tile of a split sum."""
 
@@ -81,7 +85,12 @@ def head_top_pair(x: Tensor, w: Tensor, first_id: int) -> Tensor:
 
     The logits round to x's dtype before they are compared.
     """
-    return _launch_head(x, w, None, first_id)
+    return pair_of(head_keys(x, w), first_id)
+
+
+def head_keys(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+    """As rows.top_keys of head_top_pair's logits, or of head_top_pair_fp8's with scales."""
+    return _launch_head(x, w, scales)
 
 
 def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> Tensor:
@@ -89,7 +98,7 @@ def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> T
 
     Needs capability 8.9.
     """
-    return _launch_head(x, w8, scales, first_id)
+    return pair_of(head_keys(x, w8, scales), first_id)
 
 
 def _flat(x: Tensor, w: Tensor) -> Tensor:
@@ -122,31 +131,26 @@ def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
         K=inner, SPLIT=tiling.split, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
         DEPTH=tiling.depth // x.element_size(), GATED=gated, SWAP=tiling.weight_first,
         FACTOR=_factor(x, w),
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=tiling.stages, **overlapped(x),
     )  # fmt: skip
     return y
 
 
-def _launch_head(x: Tensor, w: Tensor, scales: Tensor | None, first_id: int) -> Tensor:
+def _launch_head(x: Tensor, w: Tensor, scales: Tensor | None) -> Tensor:
     flat = _flat(x, w)
     num_rows, inner = flat.shape
-    pair = torch.empty(num_rows, 2, dtype=torch.int32, device=x.device)
-    if not num_rows:
-        return pair
     tiling = head_tiling(num_rows, w.element_size())
     tiles = triton.cdiv(w.shape[0], tiling.columns)
     best = torch.empty(num_rows, tiles, dtype=torch.int64, device=x.device)
-    _head_kernel[(tiles,)](
-        flat, w, w if scales is None else scales, best, num_rows, flat.stride(0), w.shape[0],
-        K=inner, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
-        DEPTH=tiling.depth // x.element_size(), FP8=scales is not None, SWAP=tiling.weight_first,
-        FACTOR=_factor(x, w),
-        num_warps=tiling.warps, num_stages=tiling.stages,
-    )  # fmt: skip
-    _top_last_kernel[(num_rows,)](
-        best, pair, first_id, tiles, BLOCK=triton.next_power_of_2(tiles), num_warps=4
-    )
-    return pair
+    if num_rows:
+        _head_kernel[(tiles,)](
+            flat, w, w if scales is None else scales, best, num_rows, flat.stride(0), w.shape[0],
+            K=inner, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
+            DEPTH=tiling.depth // x.element_size(), FP8=scales is not None,
+            SWAP=tiling.weight_first, FACTOR=_factor(x, w), AHEAD=HEAD_AHEAD // w.element_size(),
+            num_warps=tiling.warps, num_stages=tiling.stages, **overlapped(x),
+        )  # fmt: skip
+    return best
 
 
 def _factor(x: Tensor, w: Tensor) -> tl.dtype:
@@ -166,6 +170,7 @@ def _rows_kernel(
     x, w, y, partial, arrivals, num_rows, x_row, width,
     K: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of K of one tile of columns, gate and up of a column side by side."""
     split, tile = tl.program_id(0), tl.program_id(1)
@@ -175,9 +180,14 @@ def _rows_kernel(
     else:
         o = tl.minimum(tile * COLUMNS + c, width - 1)
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(K, DEPTH), SPLIT)
+    EVEN: tl.constexpr = K % (SPLIT * STEPS * DEPTH) == 0
+    if EVEN:
+        piece = STEPS * DEPTH * (w.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(w + o.to(tl.int64) * K + split * STEPS * DEPTH, piece, PDL)
+    after_previous(PDL)
     total = _product(
         x, w, num_rows, x_row, n, o, split * STEPS * DEPTH,
-        K, STEPS, K % (SPLIT * STEPS * DEPTH) == 0, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
+        K, STEPS, EVEN, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
     )  # fmt: skip
     if SPLIT == 1:
         _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
@@ -250,13 +260,18 @@ def _write(
 def _head_kernel(
     x, w, scales, best, num_rows, x_row, width,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    FP8: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
+    FP8: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the best logit of each row in one tile of the vocabulary."""
     tile = tl.program_id(0)
     n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     o = tile * COLUMNS + c
     STEPS: tl.constexpr = triton.cdiv(K, DEPTH)
+    if tile < FIRST_TILES and K >= AHEAD:
+        piece = AHEAD * (w.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(w + tl.minimum(o, width - 1).to(tl.int64) * K, piece, PDL)
+    after_previous(PDL)
     total = _product(
         x, w, num_rows, x_row, n, tl.minimum(o, width - 1), 0,
         K, STEPS, K % DEPTH == 0, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,

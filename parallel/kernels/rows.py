@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel.kernels.launch import after_previous, overlapped
+
 ROW_PIECE = 512
 """Elements of a row that one program of an elementwise kernel takes."""
 TOP_PIECE = 2048
@@ -49,7 +51,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         grid = (x.shape[0], triton.cdiv(width, ROW_PIECE))
         _gate_kernel[grid](
             x[:, width:], x, y, x.stride(0), x.stride(0),
-            D=width, BLOCK=ROW_PIECE, SILU=True, num_warps=2,
+            D=width, BLOCK=ROW_PIECE, num_warps=2, **overlapped(x),
         )  # fmt: skip
     return y
 
@@ -80,21 +82,42 @@ def qk_norm_rope_write(
         scale.stride(0), cos.stride(0), sin.stride(0),
         k_pages.stride(1), k_pages.stride(2), eps,
         HEADS=heads, KV=kv, D=d, TURN=turn, BLOCK=triton.next_power_of_2(d), num_warps=_warps(d),
+        **overlapped(x),
     )  # fmt: skip
     return q
 
 
 def top_pair(logits: Tensor, first_id: int) -> Tensor:
     """logits [N, v] of ids from `first_id` -> [N, 2] int32: the value's float32 bits, its id."""
+    return pair_of(top_keys(logits), first_id)
+
+
+def top_keys(logits: Tensor) -> Tensor:
+    """logits [N, v] -> the best of each piece of a row [N, pieces] int64, sortable."""
     num_rows, width = logits.shape
-    pair = torch.empty(num_rows, 2, dtype=torch.int32, device=logits.device)
-    if not num_rows:
-        return pair
     pieces = triton.cdiv(width, TOP_PIECE)
     best = torch.empty(num_rows, pieces, dtype=torch.int64, device=logits.device)
-    _top_kernel[(pieces, num_rows)](logits, best, logits.stride(0), width, BLOCK=TOP_PIECE)
+    if num_rows:
+        _top_kernel[(pieces, num_rows)](
+            logits, best, logits.stride(0), width, BLOCK=TOP_PIECE, **overlapped(logits)
+        )
+    return best
+
+
+def pair_of(best: Tensor, first_id: int) -> Tensor:
+    """Sortable keys [N, pieces] -> the pair of each row's largest [N, 2] int32."""
+    num_rows, pieces = best.shape
+    pair = torch.empty(num_rows, 2, dtype=torch.int32, device=best.device)
+    if not num_rows:
+        return pair
     _top_last_kernel[(num_rows,)](
-        best, pair, first_id, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1
+        best,
+        pair,
+        first_id,
+        pieces,
+        BLOCK=triton.next_power_of_2(pieces),
+        num_warps=1,
+        **overlapped(best),
     )
     return pair
 
@@ -106,7 +129,13 @@ def choose_pair(gathered: Tensor) -> Tensor:
     if num_rows:
         block = min(128, triton.next_power_of_2(num_rows))
         _choose_kernel[(triton.cdiv(num_rows, block),)](
-            gathered.contiguous(), ids, num_rows, SIZE=size, BLOCK=block, num_warps=1
+            gathered.contiguous(),
+            ids,
+            num_rows,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=1,
+            **overlapped(ids),
         )
     return ids
 
@@ -141,6 +170,7 @@ def _launch_norm(
         x3.stride(0), x3.stride(1), r3.stride(0), r3.stride(1),
         scale.stride(0) if scale.dim() == 2 else 0, eps,
         D=d, BLOCK=triton.next_power_of_2(d), ADD=residual is not None, num_warps=_warps(d),
+        **overlapped(x),
     )  # fmt: skip
 
 
@@ -148,9 +178,10 @@ def _launch_norm(
 def _norm_kernel(
     x_ptr, residual_ptr, scale_ptr, y_ptr, total_ptr, heads,
     x_token, x_head, residual_token, residual_head, scale_head, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a vector of d."""
+    after_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     token, head = line // heads, line % heads
     at = tl.arange(0, BLOCK)
@@ -172,9 +203,10 @@ def _norm_kernel(
 @triton.jit
 def _gate_kernel(
     x_ptr, gate_ptr, y_ptr, x_row, gate_row,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x * silu(gate); the gate rounds before it multiplies."""
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < D
@@ -191,9 +223,10 @@ def _qk_kernel(
     x_ptr, v_ptr, scale_ptr, cos_ptr, sin_ptr, index_ptr, out_ptr, k_ptr, v_pages_ptr,
     x_token, x_head, v_token, v_head, scale_head, cos_token, sin_token, page_token, page_head, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a head of a token: q and k normed and rotated, v only moved."""
+    after_previous(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < D
@@ -249,8 +282,9 @@ def _unsorted(key):
 
 
 @triton.jit
-def _top_kernel(x_ptr, best_ptr, x_row, width, BLOCK: tl.constexpr):
+def _top_kernel(x_ptr, best_ptr, x_row, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program a piece of a row."""
+    after_previous(PDL)
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = piece * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_row + at, mask=at < width, other=float("-inf"))
@@ -259,8 +293,11 @@ def _top_kernel(x_ptr, best_ptr, x_row, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _top_last_kernel(best_ptr, pair_ptr, first_id, pieces, BLOCK: tl.constexpr):
+def _top_last_kernel(
+    best_ptr, pair_ptr, first_id, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """The best of a row's pieces, as a pair."""
+    after_previous(PDL)
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     keys = tl.load(best_ptr + row.to(tl.int64) * pieces + at, mask=at < pieces, other=LOWEST)
@@ -270,8 +307,11 @@ def _top_last_kernel(best_ptr, pair_ptr, first_id, pieces, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _choose_kernel(pair_ptr, ids_ptr, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _choose_kernel(
+    pair_ptr, ids_ptr, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One program a block of rows; every rank's pair of each."""
+    after_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     best = tl.full((BLOCK,), LOWEST, tl.int64)

@@ -17,12 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from actors import cli
 from actors.messages import Chunk, Completion, EngineDeadError, RequestStats
 from benchmarks import planted
 from model.config import ConfigError
 from model.step import Sampling
+from tests.actors.conftest import hold_ray
 
 STATS = RequestStats(
     iterations=10, drafted=30, accepted=12, accepted_per_position=[8, 3, 1], ttft_s=0.025
@@ -430,3 +432,53 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process(repo: Path, planted_tiny: Pa
     assert children
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+
+
+class OneGpu:
+    """Ray that counts one GPU on a machine without any."""
+
+    def __init__(self) -> None:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=1,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+        )
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+CUDA = ["generate", "--prompt-ids", "1", "--set", "device=cuda", "--model"]
+
+
+@pytest.mark.ray
+def test_too_few_gpus_are_counted_before_anything_loads(
+    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold_ray("gpu", OneGpu)
+    assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "2"]) == cli.USER_ERROR
+    assert "needs GPU: 2, the cluster has GPU: 1" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_no_gpu_is_an_error_of_the_configuration(
+    planted_tiny: Path, cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*CUDA, str(planted_tiny)]) == cli.USER_ERROR
+    assert "needs GPU: 2, the cluster has GPU: 0" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
+def test_a_gpu_that_torch_cannot_use_is_an_error_before_weights_load(
+    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray gives the rank a GPU; claiming it fails, and the rank says why."""
+    hold_ray("gpu", OneGpu)
+    assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "1"]) == cli.USER_ERROR
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: rank 0: device: cuda: ")
+    assert error.endswith("Set device: cpu in cluster.yaml.")

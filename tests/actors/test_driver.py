@@ -208,11 +208,11 @@ def test_without_a_tokenizer_only_ids_are_taken():
 def test_a_full_queue_refuses_and_the_others_go_on():
     async def work() -> None:
         async with driving(max_queue=4, max_slots=1) as (driver, _):
-            handles = [driver.submit(ask([i], max_tokens=9)) for i in range(4)]
+            handles = [driver.submit(ask([i], max_tokens=9)) for i in range(5)]  # one has the slot
             with pytest.raises(QueueFullError):
                 driver.submit(ask([9]))
             done = [await handle.result() for handle in handles]
-            assert [len(c.token_ids) for c in done] == [9] * 4
+            assert [len(c.token_ids) for c in done] == [9] * 5
 
     run(work)
 
@@ -338,5 +338,24 @@ def test_a_tokenizer_that_cannot_load_ends_the_start():
         with pytest.raises(ValueError, match="damaged"):
             await driver.start()
         assert ranks.killed
+
+    run(work)
+
+
+class RoomForTwelve(ThreadRanks):
+    """Ranks whose devices hold fewer pages than were wanted."""
+
+    async def start(self) -> int:
+        await super().start()
+        return 12
+
+
+def test_requests_are_held_to_the_pages_that_the_ranks_have_room_for():
+    async def work() -> None:
+        async with driving(RoomForTwelve([Counting()]), max_model_len=200) as (driver, _):
+            assert driver.stats()["num_pages"] == 12
+            assert len((await driver.submit(ask([1], max_tokens=60)).result()).token_ids) == 60
+            with pytest.raises(RequestError, match="the cache has 11"):
+                driver.submit(ask([1], max_tokens=120))
 
     run(work)

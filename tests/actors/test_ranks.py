@@ -25,10 +25,13 @@ from actors.messages import (
     Postbox,
     Wire,
 )
-from actors.rank import DRIVER, Location, RankLoop, greet
+from actors.rank import DRIVER, Location, RankLoop, RankSetup, greet, settle_pages
 from actors.ranks import explain
-from model.config import ConfigError
+from actors.spec import load_spec
+from model.config import ConfigError, load_config
+from model.plan import memory_plan
 from model.step import Join, Leave, Plan, StepEvent
+from parallel import device
 from parallel.device import DeviceError
 from tests.actors.conftest import Counting, join
 
@@ -315,3 +318,33 @@ def test_no_socket_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert os.listdir(tmp_path)
     post.close()
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("room", [40, 10**6, 3])
+def test_a_rank_takes_the_pages_its_device_has_room_for(
+    room: int, planted_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load_spec(None, {"model": str(planted_tiny), "device": "cuda", "max_model_len": 200})
+    model = load_config(planted_tiny)
+    run = spec.run_config(model, planted_tiny, spec.resolve_pages(model, planted_tiny))
+    setup = RankSetup(
+        rank=0,
+        size=2,
+        epoch=0,
+        spec=spec,
+        run=run,
+        device="cuda",
+        collective="auto",
+        cpus=None,
+        max_burst=1,
+        timeout_s=1.0,
+    )
+    free_bytes = int(memory_plan(model, run).total_bytes(room) / 0.84) + 1
+    monkeypatch.setattr(device, "free_device_bytes", lambda kind, index: free_bytes)
+    if room == 3:
+        with pytest.raises(ConfigError, match=r"max_model_len = 200 takes .* too few: lower"):
+            settle_pages(setup, 0)
+    else:
+        assert settle_pages(setup, 0) == min(room, run.num_pages)
+    monkeypatch.setattr(device, "free_device_bytes", lambda kind, index: None)
+    assert settle_pages(setup, 0) == run.num_pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 import typing
 import warnings
@@ -43,8 +44,8 @@ def test_the_shipped_file_holds_every_key_at_its_default(repo: Path) -> None:
 
 
 def test_every_key_has_a_docstring() -> None:
-    source = Path(spec_module.__file__).read_text().splitlines()
     for cls in (Spec, *spec_module.SECTIONS.values()):
+        source = inspect.getsource(cls).splitlines()
         for name in typing.get_type_hints(cls):
             at = next(i for i, x in enumerate(source) if x.startswith(f"    {name}: "))
             assert name in spec_module.SECTIONS or source[at + 1].strip().startswith('"""'), name
@@ -229,10 +230,35 @@ def test_auto_pages_hold_every_slot_at_full_length_or_what_fits(planted_tiny: Pa
         spec.resolve_pages(model, planted_tiny, int(plan.total_bytes(63) / 0.84) + 1)
 
 
+def test_pages_of_a_device_are_settled_by_the_rank_that_sees_it(planted_tiny: Path) -> None:
+    """The engine's process may have no device: it takes what is wanted, the host plays no part."""
+    model = load_config(planted_tiny)
+    spec = made(device="cuda", max_model_len=200_000, max_slots=64, page_tokens=16)
+    wanted = 64 * 12501 + 1  # ceil((200000 + 2 * (K + 1)) / 16) a request
+    assert spec.resolve_pages(model, planted_tiny) == wanted
+    plan = memory_plan(model, spec.run_config(model, planted_tiny, 0))
+    room = int(plan.total_bytes(20_000) / 0.84) + 1
+    assert spec.resolve_pages(model, planted_tiny, room) == 20_000
+    short = int((plan.total_bytes(12_502) - 1000) / 0.84)
+    with pytest.raises(ConfigError, match=r"may be used, 1,00\d too few: lower limits"):
+        spec.resolve_pages(model, planted_tiny, short)
+    with pytest.raises(ConfigError, match=r"num_pages = 1: at least 2"):
+        made(device="cuda", num_pages=1).resolve_pages(model, planted_tiny)
+
+
+def test_a_head_in_fp8_has_no_logits_to_gather() -> None:
+    for key in ("greedy_probabilities", "gather_logits"):
+        with pytest.raises(
+            ConfigError, match=rf"ablation\.{key} = True: needs .*draft_head = model"
+        ):
+            made(**{f"ablation.{key}": True, "draft_head": "fp8"})
+        assert getattr(made(**{f"ablation.{key}": True}).ablation, key)
+
+
 def test_pages_that_were_asked_for_must_fit(planted_tiny: Path) -> None:
     model = load_config(planted_tiny)
     assert made(num_pages=7).resolve_pages(model, planted_tiny, 10**9) == 7
-    with pytest.raises(ConfigError, match=r"cache\.num_pages = 1000000: only \d+ pages fit"):
+    with pytest.raises(ConfigError, match=r"num_pages = 1000000: only \d+ .* [\d,]+ bytes too few"):
         made(num_pages=10**6).resolve_pages(model, planted_tiny, 10**9)
     with pytest.raises(ConfigError, match=r"cache\.num_pages = 1: at least 2"):
         made(num_pages=1).resolve_pages(model, planted_tiny, 10**9)

@@ -125,11 +125,12 @@ def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) ->
                         torch.tensor([6]),
                         6,
                         it.slots.table_of(slots, 32),
+                        fold=it.states.kept[slots],
                         waiting=waiting,
                     )
                     hidden = it.target(torch.tensor([tokens]), rows)
                     errors.append((it.head.logits(hidden[0, :kept]) - want[at : at + kept]).abs())
-                    it.states.commit(slots, torch.tensor([kept]))
+                    it.states.kept[slots] = torch.tensor([kept])
                     at, waiting = at + kept, 6
             return torch.cat(errors).max()
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from model.sample import draw, uniform
-from model.verify import accept
 
 
 def one(logits, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -69,17 +67,3 @@ def test_extreme_values_stay_in_the_vocabulary() -> None:
     ties = torch.zeros(1, 5)
     assert one(ties, torch.tensor([1e-6])).tolist() == [0]
     assert one(ties, torch.tensor([1 - 1e-7])).tolist() == [4]
-
-
-@pytest.mark.parametrize("num_drafts", [0, 1, 4])
-def test_accept_keeps_the_agreeing_prefix(num_drafts: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    drafts = torch.randint(0, 2, (200, num_drafts), generator=generator)
-    targets = torch.randint(0, 2, (200, num_drafts + 1), generator=generator)
-    limits = torch.randint(0, num_drafts + 1, (200,), generator=generator)
-    kept = accept(drafts, targets, limits).tolist()
-    for d, t, limit, got in zip(drafts.tolist(), targets.tolist(), limits.tolist(), kept):
-        n = 0
-        while n < limit and d[n] == t[n]:
-            n += 1
-        assert got == n + 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel.backends.cpu import CpuOps
+from tests.parallel.cases import commit_case
 
 OPS = CpuOps()
 
@@ -133,3 +134,21 @@ def test_the_best_pair_is_the_first_of_equals() -> None:
     )
     assert pairs.dtype == torch.int32
     assert OPS.choose_pair(pairs).tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 4])
+def test_accept_keeps_the_agreeing_prefix_and_advances_the_slots(num_drafts: int) -> None:
+    slots, drafts, targets, limits, hidden, memory = commit_case(num_drafts, batch=200)
+    before = memory.length.clone()
+    kept = OPS.accept_commit(slots, drafts, targets, limits, hidden, memory)
+    for b, slot in enumerate(slots.tolist()):
+        n = 0
+        while n < limits[b] and drafts[b, n] == targets[b, n]:
+            n += 1
+        assert kept[b] == memory.kept[slot] == memory.fold[slot] == n + 1
+        assert memory.length[slot] == before[slot] + n + 1
+        assert memory.last[slot] == targets[b, n]
+        assert torch.equal(memory.fresh[slot, : num_drafts + 1], targets[b])
+        assert torch.equal(memory.hidden[slot, : num_drafts + 1], hidden[b])
+    others = [s for s in range(len(memory.length)) if s not in slots.tolist()]
+    assert torch.equal(memory.length[others], before[others])

@@ -188,14 +188,16 @@ def test_pairs_name_the_first_best_of_all_ranks(size, num_rows) -> None:
 
 
 @pytest.mark.parametrize(("page_tokens", "num_rows"), [(4, 1), (16, 6)])
-def test_rows_are_placed_as_defined(page_tokens, num_rows) -> None:
+@pytest.mark.parametrize(("shift", "more"), [(0, 0), (3, 1)])
+def test_rows_are_placed_as_defined(page_tokens, num_rows, shift, more) -> None:
     """Negative and overlong positions, padding rows, a table that is a view."""
     table = torch.randint(1, 50, (4, 9), generator=torch.Generator().manual_seed(0))
     first = torch.tensor([-1, 0, 7, 6 * page_tokens - 2])
     counts = torch.tensor([0, num_rows, 1, num_rows])
     cos, sin = rand(6 * page_tokens + 1, 6), rand(6 * page_tokens + 1, 6, seed=1)
-    want = OPS.place_rows(first, counts, table[:, :7], cos, sin, num_rows, page_tokens)
+    moved = (num_rows, page_tokens, shift, more)
+    want = OPS.place_rows(first, counts, table[:, :7], cos, sin, *moved)
     first, counts, table, cos, sin = on_device(first, counts, table, cos, sin)
-    got = place.place_rows(first, counts, table[:, :7], cos, sin, num_rows, page_tokens)
+    got = place.place_rows(first, counts, table[:, :7], cos, sin, *moved)
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one.cpu(), other)

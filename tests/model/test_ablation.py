@@ -1,0 +1,198 @@
+"""Every behaviour that was given up gives the tokens of the one that replaced it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import ablation
+from model.config import Ablation
+from model.gdn import GatedDeltaNet
+from model.runner import Runner
+from model.step import Sampling
+from parallel.device import Capabilities, Device, Recalled, open_device
+from parallel.graph import Graphs
+from parallel.group import alone
+from parallel.vocab import LMHead
+from tests import checkpoints
+from tests.ranks import Output, Team, serve
+
+NUM_NEW = 20
+OLD = {
+    "sync_each_draft": (Device, "synchronise"),
+    "merge_then_split": (ablation.PackedProjections, "_repack"),
+    "greedy_probabilities": (ablation.ProbabilityCheck, "__call__"),
+    "gather_logits": (LMHead, "logits"),
+    "no_graph": (ablation, "replace"),
+}
+"""Each key, and a function that runs because of it."""
+PROMPTS = [[(7 * i + n) % 159 for i in range(n)] for n in (9, 33, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights: every layer matters, and hardly a draft is right."""
+    text = checkpoints.config()
+    return checkpoints.write(
+        tmp_path_factory.mktemp("random"), text, checkpoints.random_weights(text)
+    )
+
+
+def answers(folder: Path, old: Ablation, size: int = 2, sampled: bool = False) -> list[Output]:
+    team = Team(folder, tensor_parallel=size, draft_tokens=3, ablation=old)
+    how = Sampling(max_tokens=NUM_NEW, ignore_eos=True)
+    warm = Sampling(max_tokens=NUM_NEW, ignore_eos=True, temperature=0.9, seed=5)
+    return team.generate([(p, warm if sampled and i else how) for i, p in enumerate(PROMPTS)])
+
+
+@pytest.fixture(scope="module")
+def new(folder: Path) -> list[Output]:
+    return answers(folder, Ablation())
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    real: Callable[..., Any] = getattr(owner, name)
+    calls: list[int] = []
+
+    def counting(*args: Any, **how: Any) -> Any:
+        calls.append(1)
+        return real(*args, **how)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
+
+
+@pytest.mark.parametrize("key", OLD)
+def test_the_old_behaviour_runs_and_gives_the_same_tokens(
+    key: str, folder: Path, new: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_calls(monkeypatch, *OLD[key])
+    old = answers(folder, Ablation(**{key: True}))
+    assert calls
+    assert old == new
+    assert sum(out.drafted for out in old) > 50
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_old_behaviours_together_give_the_same_tokens(folder: Path, size: int) -> None:
+    everything = Ablation(**dict.fromkeys(OLD, True))
+    for sampled in (False, True):
+        old = answers(folder, everything, size, sampled)
+        assert old == answers(folder, Ablation(), size, sampled)
+        assert all(out.drafted for out in old)
+
+
+@pytest.mark.parametrize("key", OLD)
+def test_nothing_old_runs_by_default(
+    key: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_calls(monkeypatch, *OLD[key])
+    outs = answers(folder, Ablation(), size=1)
+    assert sum(out.drafted for out in outs) > 50
+    assert not calls
+
+
+def test_packed_projections_are_those_of_the_merged_matrix(folder: Path) -> None:
+    mixer = Team(folder).runners[0].iteration.target.layers[0].mixer
+    assert isinstance(mixer, GatedDeltaNet)
+    x = torch.randn(2, 3, 64)
+    packed = ablation.PackedProjections(mixer, open_device("cpu", 0, alone()))
+    torch.testing.assert_close(packed(x), mixer.in_proj(x))
+
+
+@pytest.mark.parametrize("key", OLD)
+def test_right_drafts_are_accepted_and_wrong_ones_are_not(key: str, planted_tiny: Path) -> None:
+    want = answers(planted_tiny, Ablation())
+    assert answers(planted_tiny, Ablation(**{key: True})) == want
+    assert 20 < sum(out.accepted for out in want) < sum(out.drafted for out in want)
+
+
+def test_the_device_is_awaited_once_a_draft_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_calls(monkeypatch, Device, "synchronise")
+    team = Team(folder, draft_tokens=3, ablation=Ablation(sync_each_draft=True), pin_rows=True)
+    (out,) = team.generate([(PROMPTS[0], Sampling(max_tokens=NUM_NEW, ignore_eos=True))])
+    assert len(calls) == 3 * out.iterations
+
+
+def test_probabilities_of_all_ids_are_kept_for_the_check(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    check = ablation.ProbabilityCheck.__call__
+
+    def watching(self: Any, drafts: Tensor, targets: Tensor) -> Tensor:
+        seen.append((drafts.shape[1], len(self.draft.carried), *self.target.carried[-1].shape))
+        assert torch.allclose(self.target.carried[-1].sum(-1), torch.ones(()))
+        return check(self, drafts, targets)
+
+    monkeypatch.setattr(ablation.ProbabilityCheck, "__call__", watching)
+    team = Team(folder, draft_tokens=3, ablation=Ablation(greedy_probabilities=True))
+    team.generate([(PROMPTS[0], Sampling(max_tokens=NUM_NEW, ignore_eos=True))])
+    assert (3, 3, 4, 160) in seen
+
+
+class Recording:
+    """Graphs on the CPU: work is recorded at its second run, and replayed into the same tensors."""
+
+    def __init__(self, runner: Runner) -> None:
+        it = runner.iteration
+        assert it.draft_pages is not None
+        owners = (it.slots, it.states, it.pages, it.draft_pages)
+        self.memory = [tensor for owner in owners for tensor in owner.tensors()]
+        self.memory.append(it.states.kept)
+        self.names: list[Any] = []
+
+    def capture(self, graphs: Graphs, key: Any, work: Callable[[], Any]) -> tuple[Any, Any]:
+        """Run the work for its outputs, and take back what it did: capturing does nothing."""
+        before = [tensor.clone() for tensor in self.memory]
+        outputs = work()
+        for tensor, old in zip(self.memory, before, strict=True):
+            tensor.copy_(old)
+        self.names.append(key)
+        graph = Recorded(work, outputs)
+        graphs._graphs[key] = (graph, outputs)
+        return graph, outputs
+
+
+class Recorded:
+    def __init__(self, work: Callable[[], Any], outputs: Any) -> None:
+        self.work, self.outputs = work, outputs
+
+    def replay(self) -> None:
+        for old, fresh in zip(flat(self.outputs), flat(self.work()), strict=True):
+            old.copy_(fresh)
+
+
+def flat(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, Recalled):
+        outputs = [getattr(outputs, field.name) for field in fields(outputs)]
+    return [t for part in outputs or () for t in flat(part)] if outputs is not None else []
+
+
+def test_an_iteration_in_pieces_is_captured_pass_by_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a piece reads of another must lie where the other's replay writes it."""
+    how = [(p, Sampling(max_tokens=NUM_NEW, ignore_eos=True)) for p in PROMPTS[:1]]
+    want = Team(folder, draft_tokens=3).generate(how)
+    team = Team(folder, draft_tokens=3, ablation=Ablation(sync_each_draft=True))
+    (runner,) = team.runners
+    graphs = replace(runner.device, capabilities=Capabilities(graphs=True))
+    recording = Recording(runner)
+    monkeypatch.setattr(
+        Graphs, "_capture", lambda self, key, work: recording.capture(self, key, work)
+    )
+    runner.device, runner._graphs = graphs, Graphs(graphs)
+    assert serve(runner, how) == want
+    pieces = [key for key in recording.names if key[0] != "prefill"]
+    assert pieces == [(1, 3, name) for name in ("recall", 0, 1, 2, "drafts", "verify")]

@@ -1,0 +1,36 @@
+"""Inputs that tests of several backends share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallel.device import SlotMemory
+
+EXTRA_ROWS = 2
+"""Rows that the slots' memory has beyond those of the pass."""
+
+
+def commit_case(
+    num_drafts: int, batch: int = 5, width: int = 24, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, SlotMemory]:
+    """Drafts of which some agree: slots, drafts, targets, limits, hidden, memory of Ops'
+    accept_commit; slots in no order, more of them than the batch has."""
+    generator = torch.Generator().manual_seed(num_drafts)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    drafts, targets = integers(2, batch, num_drafts), integers(2, batch, num_drafts + 1)
+    hidden = torch.randn(batch, num_drafts + 1, width, generator=generator).to(dtype)
+    count, rows = batch + 3, num_drafts + 1 + EXTRA_ROWS
+    memory = SlotMemory(
+        length=integers(100, count),
+        last=integers(100, count),
+        kept=integers(3, count),
+        fold=integers(3, count),
+        fresh=integers(100, count, rows),
+        hidden=torch.zeros(count, rows, width, dtype=dtype),
+    )
+    slots = torch.randperm(count, generator=generator)[:batch]
+    return slots, drafts, targets, integers(num_drafts + 1, batch), hidden, memory

@@ -1,0 +1,171 @@
+"""Compiles every kernel for capability 9.0 as the 2B model launches it, with no GPU at hand.
+
+    python -m tests.parallel.compile_kernels -> JSON: names of the kernels compiled, and of all
+
+The interpreter shows what a kernel computes, not that it compiles. Here the launchers run on CPU
+tensors that call themselves CUDA's, and a launch ends after the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from parallel.device import GdnLayer, SlotMemory
+from parallel.group import Mail
+from parallel.kernels import attention, gdn, launch, matmul, peer, place, prompt, rows, slots
+
+H, D, PAGE, PAGES, X = 2048, 256, 64, 48, 6
+COMPILED: dict[str, object] = {}
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def gdn_layer() -> GdnLayer:
+    k = h = 8
+    return GdnLayer(
+        num_k_heads=k,
+        num_v_heads=h,
+        head_k_dim=128,
+        head_v_dim=128,
+        conv_weight=bf16(4, 3072),
+        rate=torch.zeros(h),
+        dt_bias=bf16(h),
+        norm_weight=torch.zeros(128),
+        eps=1e-6,
+        gate="silu",
+        conv=bf16(9, 3 + X, 3072),
+        state=torch.zeros(9, h, 128, 128),
+        factors=torch.zeros(9, X, k * 128 + h * 129),
+    )
+
+
+def products(arrivals: Tensor) -> None:
+    for n in (1, 6, 48):
+        matmul.few_rows(bf16(n, 2048), bf16(4112, 2048), arrivals)
+        matmul.few_rows(bf16(n, 1024), bf16(2048, 1024), arrivals)
+        matmul.few_rows_swiglu(bf16(n, 2048), bf16(6144, 2048), arrivals)
+        matmul.head_top_pair(bf16(n, H), bf16(4096, H), 0)
+        small, scales = bf16(4096, H).to(torch.float8_e4m3fn), torch.zeros(4096)
+        matmul.head_top_pair_fp8(bf16(n, H), small, scales, 0)
+
+
+def passes(batch: int, num_rows: int) -> None:
+    """Everything else, for `batch` slots with `num_rows` rows each."""
+    scale, hidden = torch.zeros(H), bf16(batch, num_rows, H)
+    rows.add_rms_norm(hidden, hidden, scale, 1e-6)
+    rows.swiglu(bf16(batch * num_rows, 12288))
+    rows.choose_pair(torch.zeros(2, batch, 2, dtype=torch.int32))
+    rows.top_pair(bf16(batch * num_rows, 124160), 0)
+    table = bf16(100, H)
+    slots.embed_rms_norm(ints(batch, num_rows), table, scale, 1e-6)
+    slots.mtp_input(ints(batch, num_rows), table, hidden, scale, scale, 1e-6)
+    turn = torch.zeros(PAGES * PAGE, 64)
+    where = place.place_rows(
+        ints(batch), ints(batch), ints(batch, PAGES), turn, turn, num_rows, PAGE
+    )
+    positions, index, cos, sin, _ = where
+    for n, m in ((4, 1), (8, 2)):
+        pages = bf16(100, PAGE, m, D)
+        proj = bf16(batch, num_rows, (2 * n + 2 * m) * D)
+        qk, v, gate = proj.split_with_sizes(((n + m) * D, m * D, n * D), -1)
+        qk, v = qk.unflatten(-1, (n + m, D)), v.unflatten(-1, (m, D))
+        q = rows.qk_norm_rope_write(
+            qk, v, torch.zeros(n + m, D), cos, sin, 1e-6, pages, pages, index
+        )
+        attention.paged_attention(q, pages, pages, ints(batch, PAGES), positions, ints(batch), gate)
+
+
+def delta_net(batch: int, num_rows: int, arrivals: Tensor) -> None:
+    own, who = gdn_layer(), ints(batch)
+    proj = bf16(batch, num_rows, sum(own.widths))
+    z = proj.split_with_sizes(own.widths, -1)[1].unflatten(-1, (8, 128))
+    if num_rows > X:
+        prompt.prompt_inputs(proj, own, who, who)
+        prompt.keep_window(proj, own, who, who)
+        prompt.gated_rms_norm(bf16(batch, num_rows, 8, 128), z, own.norm_weight, 1e-6, "silu")
+        return
+    inputs = gdn.gdn_inputs(
+        proj, own.conv, own.conv_weight, own.rate, own.dt_bias, who, who, 8, 8, 128, 128
+    )
+    memory = (own.state, own.factors, who, who, X)
+    gdn.gdn_verify(*inputs, z, *memory, own.norm_weight, own.eps, own.gate, arrivals)
+
+
+def exchange(num_rows: int) -> None:
+    inbox = ints(2, 2, 256, 2560)
+    mail = Mail(inbox, ints(2), torch.zeros(256, dtype=torch.int32), 0, 2)
+    part = bf16(num_rows, H)
+    peer.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, mail)
+    peer.choose_over_ranks(ints(num_rows, 1940), 0, mail)
+
+
+def ends(batch: int) -> None:
+    """Of an iteration."""
+    memory = SlotMemory(
+        length=ints(9), last=ints(9), kept=ints(9), fold=ints(9), fresh=ints(9, X),
+        hidden=bf16(9, X, H),
+    )  # fmt: skip
+    slots.recall(ints(batch), memory, ints(9, PAGES), X)
+    slots.accept_commit(
+        ints(batch), ints(batch, X - 1), ints(batch, X), ints(batch), bf16(batch, X, H), memory
+    )
+
+
+def everything() -> None:
+    arrivals = torch.zeros(1 << 14, dtype=torch.int32)
+    products(arrivals)
+    for batch in (1, 32):
+        passes(batch, X)
+        delta_net(batch, X, arrivals)
+        exchange(batch * X)
+        ends(batch)
+    passes(1, 2048)
+    delta_net(1, 2048, arrivals)
+
+
+def kernels() -> Iterator[str]:
+    """Names of all kernels that launch."""
+    for module in (attention, gdn, matmul, peer, place, prompt, rows, slots):
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                yield f"{module.__name__}.{name}"
+
+
+def main() -> None:
+    target = GPUTarget("cuda", 90, 32)
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+    )
+    triton.runtime.driver.set_active(driver)
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        compiled = run(self, *args, grid=grid, warmup=True, **options)
+        COMPILED[f"{self.fn.__module__}.{self.fn.__name__}"] = compiled
+        return compiled
+
+    JITFunction.run = compile_only
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    launch._has_dependent_launch = lambda device: True  # type: ignore[assignment]
+    everything()
+    print(json.dumps({"compiled": sorted(COMPILED), "all": sorted(kernels())}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Sums and choices over ranks in Triton, against all_reduce and choose_pair in plain torch.
+
+Without a GPU each rank is a process, its inbox shared memory, and the kernels run interpreted. On
+one GPU the ranks are streams of it: their kernels wait for each other there as they do on two.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.multiprocessing
+
+pytest.importorskip("triton")
+
+from torch import Tensor
+
+import tests.parallel.conftest  # noqa: F401  (also in the processes: interpreted where no GPU is)
+from parallel.backends.cpu import CpuOps
+from parallel.group import Mail
+from parallel.kernels import peer
+from parallel.kernels.rows import top_keys
+from tests.parallel.test_kernels_rows import DEVICE, EPS, close, rand
+
+ROWS, WORDS = 8, 64
+SHAPES = [(1, 1, 128), (2, 3, 100), (8, 128)]
+VOCABULARY = 5000
+
+
+def mails(inboxes: list[Tensor], device: str) -> list[Mail]:
+    addresses = torch.tensor([t.data_ptr() for t in inboxes], device=device)
+    turns = [torch.zeros(ROWS, dtype=torch.int32, device=device) for _ in inboxes]
+    return [Mail(inboxes[r], addresses, turns[r], r, len(inboxes)) for r in range(len(inboxes))]
+
+
+def inboxes(size: int, device: str) -> list[Tensor]:
+    shape = (2, size, ROWS, WORDS)
+    return [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(size)]
+
+
+def case(rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
+    """part, residual and scale of one call; a NaN and an infinity must come through as well."""
+    shape = SHAPES[turn % len(SHAPES)]
+    part = rand(*shape, seed=10 * turn + rank, dtype=torch.bfloat16)
+    if turn == 2:
+        part[3, 5] = float("inf")
+    return part, rand(*shape, seed=turn, dtype=torch.bfloat16), rand(shape[-1], seed=turn)
+
+
+def logits(rank: int) -> Tensor:
+    """Two rows that tie over the ranks, one that does not."""
+    x = rand(3, VOCABULARY, seed=rank, dtype=torch.bfloat16)
+    x[0, 7 + rank] = x[1, 4999 - rank] = 50.0
+    return x
+
+
+def inputs(rank: int, device: str) -> list[tuple[Tensor, ...]]:
+    """Of every call, there before the first: a copy to a GPU would wait for what waits for it."""
+    turns = range(2 * len(SHAPES))
+    moved = [(*case(rank, turn), logits(rank)) for turn in turns]
+    return [tuple(t.to(device) for t in tensors) for tensors in moved]
+
+
+def calls(rank: int, mail: Mail, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """What one rank does; the other ranks do the same at the same time."""
+    results = []
+    for turn, (part, residual, scale, x) in enumerate(given):
+        results += peer.sum_add_rms_norm(part, residual, scale, EPS, mail)
+        if turn % 2:
+            results.append(peer.choose_over_ranks(top_keys(x), rank * VOCABULARY, mail))
+    return results
+
+
+def body(rank: int, shared: list[Tensor], queue) -> None:
+    torch.set_num_threads(1)
+    results = calls(rank, mails(shared, "cpu")[rank], inputs(rank, "cpu"))
+    queue.put((rank, [t.tolist() for t in results]))
+
+
+def run(size: int) -> list[list[Tensor]]:
+    """The results of every rank, as CPU tensors."""
+    if DEVICE == "cuda":
+        made = mails(inboxes(size, DEVICE), DEVICE)
+        streams = [torch.cuda.Stream() for _ in made]
+        given = [inputs(rank, DEVICE) for rank in range(size)]
+        calls(0, mails(inboxes(1, DEVICE), DEVICE)[0], given[0])  # compiled, before any waits
+        results = []
+        torch.cuda.synchronize()
+        for rank, (mail, stream) in enumerate(zip(made, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                results.append(calls(rank, mail, given[rank]))
+        torch.cuda.synchronize()
+        return [[t.cpu() for t in mine] for mine in results]
+    context = torch.multiprocessing.get_context("spawn")
+    shared, queue = [t.share_memory_() for t in inboxes(size, DEVICE)], context.Queue()
+    ranks = [context.Process(target=body, args=(r, shared, queue)) for r in range(size)]
+    for process in ranks:
+        process.start()
+    try:
+        results = dict(queue.get(timeout=120) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    return [[torch.tensor(t) for t in results[rank]] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
+    got = run(size)
+    for rank, mine in enumerate(got):
+        for a, b in zip(mine, got[0], strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"rank {rank} differs from rank 0"
+    results, ops = iter(got[0]), CpuOps()
+    for turn in range(2 * len(SHAPES)):
+        parts = [case(rank, turn)[0] for rank in range(size)]
+        _, residual, scale = case(0, turn)
+        total = torch.stack(parts).float().sum(0).to(torch.bfloat16)
+        want = ops.add_rms_norm(total, residual, scale, EPS)
+        finite = want[1].isfinite().all(-1)
+        assert finite.all() or turn == 2
+        for expected in want:
+            close(next(results).to(torch.bfloat16)[finite], expected[finite])
+        if turn % 2:
+            pairs = [ops.top_pair(logits(r), r * VOCABULARY) for r in range(size)]
+            assert torch.equal(next(results), ops.choose_pair(torch.stack(pairs)))

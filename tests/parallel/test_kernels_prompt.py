@@ -1,0 +1,65 @@
+"""The kernels around a prompt's delta rule against CpuOps.gdn_prefill's own parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from parallel.backends.cpu import CpuOps
+from parallel.kernels import prompt
+from tests.parallel.test_kernels_gdn import DEVICE, DV, SLOTS, TAPS, TOLERANCE, Pair
+
+OPS = CpuOps()
+
+
+def on_device(pair: Pair):
+    """The layer with weights and memory where the kernels run."""
+    from dataclasses import replace
+
+    names = ("conv_weight", "rate", "dt_bias", "norm_weight")
+    return replace(pair.own, **{n: getattr(pair.own, n).to(DEVICE) for n in names})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "counts"), [(1, (1, 1)), (2, (2, 1)), (40, (40, 33)), (70, (3, 70))]
+)
+def test_inputs_and_window_chunk_after_chunk(dtype, rows, counts) -> None:
+    """Two chunks of two slots, the second from the window that the first has left."""
+    pair = Pair(2, 6, 4, dtype, "silu")
+    slots, count = torch.tensor([3, 1]), torch.tensor(counts)
+    layer, where = on_device(pair), (slots.to(DEVICE), count.to(DEVICE))
+    real = torch.arange(rows) < count[:, None]
+    near = TOLERANCE[dtype]
+    for _ in range(2):
+        proj = pair.proj(2, rows)
+        qk, v, g, beta, window = OPS._prefill_inputs(proj, pair.layer, slots)
+        out = torch.zeros(*v.shape)
+        state = pair.layer.state.index_select(0, slots)
+        OPS._prefill_end(out, proj, pair.layer, slots, count, window, state)
+        got = prompt.prompt_inputs(proj.to(DEVICE), layer, *where)
+        prompt.keep_window(proj.to(DEVICE), layer, *where)
+        want = (*qk.unbind(2), v, g * real[..., None], beta * real[..., None])
+        for mine, its in zip(want, got, strict=True):
+            torch.testing.assert_close(its.cpu().float(), mine, rtol=near, atol=near)
+        before = TAPS - 1
+        assert torch.equal(layer.conv[where[0], :before].cpu(), pair.layer.conv[slots, :before])
+    others = [s for s in range(SLOTS) if s not in slots.tolist()]
+    assert torch.equal(layer.conv[others].cpu(), pair.layer.conv[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+def test_gated_rms_norm(dtype, gate) -> None:
+    pair = Pair(2, 6, 4, dtype, gate)
+    proj = pair.proj(2, 5)
+    z = proj.split_with_sizes(pair.layer.widths, -1)[1].unflatten(-1, (6, DV))
+    x = pair.rand(2, 5, 6, DV).to(dtype)
+    want = OPS.gated_rms_norm(x, z, pair.layer.norm_weight, 1e-6, gate)
+    there = proj.to(DEVICE).split_with_sizes(pair.layer.widths, -1)[1].unflatten(-1, (6, DV))
+    weight = pair.layer.norm_weight.to(DEVICE)
+    got = prompt.gated_rms_norm(x.to(DEVICE), there, weight, 1e-6, gate)
+    near = TOLERANCE[dtype]
+    torch.testing.assert_close(got.cpu(), want, rtol=near, atol=near)
