@@ -66,6 +66,7 @@ class Driver:
         self._tally = Tally(limits.draft_tokens)
         self._counts = {"submitted": 0, "finished": 0, "aborted": 0, "failed": 0}
         self._steps = 0
+        self._depth = limits.draft_tokens
         self._step_s = self._busy_s = 0.0
         self._started_s = self._alive_s = self._busy_since_s = time.monotonic()
 
@@ -181,6 +182,7 @@ class Driver:
             "active": self._scheduler.active,
             "free_pages": books.free_pages,
             "num_pages": books.num_pages,
+            "draft_depth": self._depth,
             "steps": self._steps,
             "step_s": self._step_s,
             "iterations": tally.iterations,
@@ -210,6 +212,7 @@ class Driver:
         self._alive_s = time.monotonic()
         self._steps += 1
         self._step_s += event.step_s
+        self._depth = self.limits.draft_tokens if event.depth is None else event.depth
         ended = False
         for progress in event.progress:
             entry = self._scheduler.advance(progress)

@@ -69,7 +69,7 @@ class Endpoints:
         self._draining = False
         self._mean_s = 1.0
         """Moving average of a request's time, for Retry-After."""
-        self.metrics = Metrics(driver.stats, driver.limits.draft_tokens)
+        self.metrics = Metrics(driver.stats)
         routes = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
         for method, path, handler in (
             ("GET", "/health", self._health),

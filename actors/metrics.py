@@ -21,6 +21,7 @@ GAUGES = {
     "active": "requests_running",
     "free_pages": "kv_pages_free",
     "num_pages": "kv_pages",
+    "draft_depth": "draft_tokens",
 }
 COUNTERS = {
     "requests_submitted": "requests_submitted",
@@ -41,9 +42,9 @@ COUNTERS = {
 class Metrics:
     """One replica's."""
 
-    def __init__(self, stats: Callable[[], dict[str, Any]], depth: int) -> None:
-        """stats: Driver.stats. depth: drafts an iteration."""
-        self._stats, self._depth = stats, depth
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        """stats: Driver.stats."""
+        self._stats = stats
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._http = Counter(
@@ -79,7 +80,6 @@ class Metrics:
         stats = self._stats()
         for key, name in GAUGES.items():
             yield GaugeMetricFamily(f"outrider_{name}", f"Now: {key}.", stats[key])
-        yield GaugeMetricFamily("outrider_draft_tokens", "Drafts an iteration.", self._depth)
         for key, name in COUNTERS.items():
             yield CounterMetricFamily(f"outrider_{name}", f"Since start: {key}.", stats[key])
         by_position = CounterMetricFamily(

@@ -105,9 +105,10 @@ def effective_mode(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
         )
         words = f"speculation is off ({why})"
     else:
+        most = f"0 to {depth}, as measured," if run.auto_depth else str(depth)
         home = "whole on every rank" if run.draft_body == "local" else f"sharded over {size} ranks"
         words = (
-            f"{kind} speculation is active: {depth} drafts an iteration for each slot, "
+            f"{kind} speculation is active: {most} drafts an iteration for each slot, "
             f"LM head over {size} ranks, draft body {home}"
         )
     return {
@@ -115,6 +116,7 @@ def effective_mode(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
         "mode": kind,
         "slots": slots,
         "draft_tokens": depth,
+        "draft_tokens_auto": run.auto_depth,
         "speculation_off_because": why,
         "head_group": list(range(size)),
         "draft_body": run.draft_body if depth else None,

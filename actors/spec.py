@@ -32,6 +32,7 @@ from parallel import affinity
 
 DEFAULT_FILE = "cluster.yaml"
 MAX_AUTO_MODEL_LEN = 4096
+MAX_AUTO_DEPTH = 5
 COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
 RAY_LAUNCHER_KEYS = {
     "cluster_name", "provider", "auth", "docker", "available_node_types", "head_node_type",
@@ -67,8 +68,9 @@ class ParallelSpec:
 class SpeculationSpec:
     """How far the draft rides ahead, and where its body lives."""
 
-    draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 3
-    """K, tokens drafted an iteration; 0 is plain decoding."""
+    draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | Literal["auto"] = 3
+    """K, tokens drafted an iteration; 0 is plain decoding; auto: up to 5, as many as measured times
+    and acceptance make worth while."""
     draft_head: Literal["model", "fp8"] = "model"
     """Weights that score drafts: the checkpoint's, or a copy rounded to float8: half the bytes to
     read for each draft, the same output, a few drafts other than before."""
@@ -267,14 +269,18 @@ class Spec:
 
     def run_config(self, model: ModelConfig, model_dir: Path, num_pages: int) -> RunConfig:
         """What one rank's runner needs. Raises ConfigError when the model cannot do as told."""
-        if self.speculation.draft_tokens and not model.num_mtp_layers:
+        depth, auto = self.speculation.draft_tokens, self.speculation.draft_tokens == "auto"
+        if depth == "auto":
+            depth = MAX_AUTO_DEPTH if model.num_mtp_layers else 0
+        if depth and not model.num_mtp_layers:
             rule = f"must be 0: {model.source} has no MTP layer to draft with"
             raise self.error("speculation.draft_tokens", rule)
         return RunConfig(
             model_dir=str(model_dir),
             dtype=self.resolved_dtype,
             tensor_parallel=self.parallel.tensor_parallel,
-            draft_tokens=self.speculation.draft_tokens,
+            draft_tokens=depth,
+            auto_depth=auto and depth > 0,
             draft_body=self.speculation.draft_body,
             draft_head=self.speculation.draft_head,
             max_slots=self.limits.max_slots,

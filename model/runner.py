@@ -102,6 +102,7 @@ class Runner:
             ablation.undo(self.iteration)
         self.run_ahead = device.capabilities.run_ahead
         self.slots: dict[int, Slot] = {}
+        self.depth = run.draft_tokens
         self._launched: deque[Launched] = deque()
         self._graphs = Graphs(self.device)
         self._chunks: dict[int, Chunk] = {}
@@ -122,6 +123,11 @@ class Runner:
                 self._rehearse(1, width)
             for size in sizes[1:]:
                 self._rehearse(size, 1)
+            for depth in range(self.run.draft_tokens if self.run.auto_depth else 0):
+                self.limit_drafts(depth)
+                for size in sizes:
+                    self._rehearse(size, 1)
+            self.limit_drafts(self.run.draft_tokens)
 
     def _rehearse(self, num_slots: int, prompt: int) -> None:
         """A prefill and a few iterations of some slots, on pages that nobody holds yet."""
@@ -177,6 +183,10 @@ class Runner:
             return self._collect(self._launched.popleft())
         return []
 
+    def limit_drafts(self, depth: int) -> None:
+        """From the next step on, at most `depth` drafts an iteration."""
+        self.depth = depth
+
     def digest(self) -> int:
         """63 bits that say who sits where and how far along; equal on all ranks."""
         table = [
@@ -213,7 +223,7 @@ class Runner:
         held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.wanted > 0]
         if not held:
             return Launched(firsts, None, [], [])
-        limits = [min(s.draft_tokens, s.wanted - 1) for s in held]
+        limits = [min(s.draft_tokens, s.wanted - 1, self.depth) for s in held]
         batch = self._batch(held, limits)
         if self.run.ablation.sync_each_draft:
             pieces = ablation.synced(self._graphs, self.device, batch)
@@ -231,7 +241,7 @@ class Runner:
     def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
         run = self.run
         graphs = self.device.capabilities.graphs
-        k = run.draft_tokens if run.pin_rows or graphs else max(limits)
+        k = run.draft_tokens if run.pin_rows else self.depth if graphs else max(limits)
         sampled = [i for i, s in enumerate(held) if s.sampling.needs_logits]
         padding = next((n for n in self.buckets if n >= len(held)), len(held)) - len(held)
         slots = [s.join.slot for s in held] + [run.max_slots] * padding

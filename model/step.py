@@ -131,6 +131,8 @@ class Plan(msgspec.Struct, frozen=True):
     digest: int
     """Digest of the leader's slot table before the commands."""
     stop: bool = False
+    depth: int | None = None
+    """Drafts an iteration at most; None: K."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -156,3 +158,5 @@ class StepEvent(msgspec.Struct, frozen=True):
     iteration: int
     step_s: float
     progress: list[Progress]
+    depth: int | None = None
+    """Of its Plan."""
