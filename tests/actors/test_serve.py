@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -422,3 +423,37 @@ def test_a_thousand_requests_leave_nothing_behind(served: Served) -> None:
     assert after["tasks"] <= before["tasks"] + 2
     for process, count in zip(processes, files, strict=True):
         assert process.num_fds() <= count + 8
+
+
+@pytest.mark.slow
+def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
+    tmp_path: Path, repo: Path
+) -> None:
+    """`outrider serve` with HAProxy and its own cluster; SIGTERM while a stream is open."""
+    hold_ray(None)
+    keys, port = tmp_path / "keys", free_port()
+    keys.write_text("sk-one\nsk-two\n")
+    command = [sys.executable, "-m", "actors.cli", "serve", "--model", str(TINY)]
+    command += ["--port", str(port), "--set", f"serve.api_key_file={keys}"]
+    command += ["--set", "serve.slots=1", "--set", "speculation.draft_tokens=auto"]
+    root = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            says = [process.stderr.readline()]
+            while "ready: " not in says[-1]:
+                assert says[-1], "".join(says)
+                says.append(process.stderr.readline())
+            assert any("1 slot; single-slot speculation is active: 0 to 5" in line for line in says)
+            assert httpx.get(root + "/health").json()["mode"] == "single-slot"
+            assert httpx.get(root + "/v1/models").status_code == 401
+            client = openai.OpenAI(base_url=root + "/v1", api_key="sk-two", timeout=60)
+            how: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
+            stream = client.completions.create(**how, max_tokens=600, stream=True)
+            first = next(stream)
+            process.send_signal(signal.SIGTERM)
+            chunks = [first, *stream]
+            assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
