@@ -157,6 +157,22 @@ def decode_rate(answers: Sequence[Answer], batch: int) -> float | None:
     return round(tokens / seconds, 2) if seconds else None
 
 
+def wave_rate(engine: Engine, prompts: list[list[int]], new: int) -> float | None:
+    """Tokens a second after the first ones, of a batch given at once: B (N - 1) / (T_N - T_1).
+
+    T_n: wall time of generate with n tokens each. What offline benchmarks of other engines report.
+    """
+
+    def timed(tokens: int) -> float:
+        started = time.perf_counter()
+        engine.generate(prompts, Sampling(max_tokens=tokens, ignore_eos=True))
+        return time.perf_counter() - started
+
+    timed(new)
+    seconds = float(np.median([timed(new) - timed(1) for _ in range(3)]))
+    return round(len(prompts) * (new - 1) / seconds, 2) if new > 1 and seconds > 0 else None
+
+
 class Oracle:
     """What a checkpoint must answer; a planted one says so in planted.json, others do not."""
 
@@ -215,6 +231,7 @@ def measure(
         **both_ends(answers),
         "tok_s": round(sum(len(a.tokens) for a in answers) / seconds, 2),
         "decode_tok_s": round(float(np.median(known)), 2) if known else None,
+        "wave_tok_s": wave_rate(engine, prompts[:batch], protocol.new),
         **acceptance(answers, engine.run.draft_tokens, oracle, protocol.new, run_ahead),
     }
 

@@ -28,6 +28,7 @@ from model.step import Join, Sampling
 from parallel import group
 from parallel.device import claim_device, collective_kind, open_device
 
+PROFILED_TOKENS = 128
 DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 """Categories of a trace's events that occupy the device."""
 
@@ -150,7 +151,7 @@ def body(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
     if options["profile"] and rank == 0:
         profile(runner, chain, options)
     elif options["profile"]:
-        drive(runner, [[1] * options["prompt"]], 64)
+        drive(runner, [[1] * options["prompt"]], PROFILED_TOKENS)
     queue.put((rank, {"load_s": load_s, "rows": rows}))
     store.add("done", 1)
     while store.add("done", 0) < size:
@@ -162,7 +163,7 @@ def profile(runner: Runner, chain: planted.Chain, options: dict[str, Any]) -> No
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        drive(runner, [[1] * options["prompt"]], 128)
+        drive(runner, [[1] * options["prompt"]], PROFILED_TOKENS)
     file = Path(options["profile"])
     trace.export_chrome_trace(str(file.with_suffix(".trace.json")))
     events = json.loads(file.with_suffix(".trace.json").read_text())["traceEvents"]

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 HEAD = (
     "srv E2E | srv TTFT | srv TPOT | cli E2E | cli TTFT | cli TPOT | ITL p50 / p90 / p99 | "
-    "tok/s | decode tok/s | accepted | tok/iteration | exact | as computed"
+    "tok/s | decode tok/s | wave tok/s | accepted | tok/iteration | exact | as computed"
 )
 
 
@@ -39,7 +39,8 @@ def one_line(row: Row) -> str:
         f"TTFT {_mean(row, 'server', 'ttft_ms')} ms",
         f"E2E {_number(server['e2e_ms']['mean'])} ms",
         f"client E2E {_mean(row, 'client', 'e2e_ms')} ms",
-        f"{row['tok_s']:g} tok/s, {_number(row['decode_tok_s'])} decoding",
+        f"{row['tok_s']:g} tok/s, {_number(row['decode_tok_s'])} decoding, "
+        f"{_number(row['wave_tok_s'])} at once",
         f"accepted {_share(row)}",
         f"exact {_exact(row)}",
         f"start {row['start_to_first_token_s']:g} s",
@@ -145,7 +146,7 @@ def _cells(row: Row) -> str:
         for name in ("e2e_ms", "ttft_ms", "tpot_ms")
     ]
     marks = _marks(row["client"]["itl_ms"])
-    rates = [_number(row["tok_s"]), _number(row["decode_tok_s"])]
+    rates = [_number(row[name]) for name in ("tok_s", "decode_tok_s", "wave_tok_s")]
     counts = [_share(row), f"{row['tokens_per_iteration']:g}", _exact(row), _as_computed(row)]
     return " | ".join([*times, marks, *rates, *counts])
 

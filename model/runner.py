@@ -21,7 +21,7 @@ from model import ablation
 from model.config import RunConfig, load_config
 from model.edits import Wishes
 from model.iteration import Batch, Chunk, Drafter, Iteration
-from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
+from model.plan import check_pages, memory_plan, overshoot_rows, pages_for, storages
 from model.step import Join, Leave, Progress, Sampling
 from model.weights import load
 from parallel.device import Device, Fetched
@@ -179,9 +179,12 @@ class Runner:
         """One chunk of prefill if any waits, then one iteration over the decoding slots."""
         if self.slots:
             self._launched.append(self._launch())
+        progress: list[Progress] = []
         if len(self._launched) > self.run_ahead or not self.slots:
-            return self._collect(self._launched.popleft())
-        return []
+            progress += self._collect(self._launched.popleft())
+        if self._launched:  # a first token is there an iteration before the rest of its step
+            progress += self._collect_firsts(self._launched[-1])
+        return progress
 
     def limit_drafts(self, depth: int) -> None:
         """From the next step on, at most `depth` drafts an iteration."""
@@ -198,8 +201,8 @@ class Runner:
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes this rank holds as weights, states and KV; storage that is shared counts once."""
         it = self.iteration
-        everything = _storages(it)
-        other = _storages([it.slots, it.states, it.pages, it.draft_pages])
+        everything = storages(it)
+        other = storages([it.slots, it.states, it.pages, it.draft_pages])
         pages = [it.pages, *([it.draft_pages] if it.draft_pages else [])]
         return {
             "weights": sum(n for where, n in everything.items() if where not in other),
@@ -397,12 +400,7 @@ class Runner:
 
     def _collect(self, launched: Launched) -> list[Progress]:
         """Read a step's tokens, once; a slot whose tenant has left meanwhile is passed over."""
-        progress = []
-        for fetched, slots in launched.firsts:
-            first, *known = fetched.wait()
-            logprobs = _log_probs(slots, known)
-            for slot, token in zip(slots, first.tolist(), strict=True):
-                progress += self._advance(slot, [token], logprobs, verified=False)
+        progress = self._collect_firsts(launched)
         if launched.verified is None:
             return progress
         targets_of, kept_of, *known = launched.verified.wait()
@@ -412,6 +410,17 @@ class Runner:
             progress += self._advance(
                 slot, targets[:kept], logprobs, drafted=limit, accepted=kept - 1
             )
+        return progress
+
+    def _collect_firsts(self, launched: Launched) -> list[Progress]:
+        """Read the first tokens of a step; the second time there are none."""
+        progress = []
+        for fetched, slots in launched.firsts:
+            first, *known = fetched.wait()
+            logprobs = _log_probs(slots, known)
+            for slot, token in zip(slots, first.tolist(), strict=True):
+                progress += self._advance(slot, [token], logprobs, verified=False)
+        launched.firsts.clear()
         return progress
 
     def _advance(
@@ -471,24 +480,3 @@ def _log_probs(
         for index, slot in enumerate(owners)
         if (top := slot.sampling.logprobs) is not None
     }
-
-
-def _storages(root: object) -> dict[int, int]:
-    """Address and bytes of every tensor storage reachable from `root` by attributes and lists."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    queue = [root]
-    while queue:
-        thing = queue.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(thing, list | tuple):
-            queue.extend(thing)
-        elif type(thing).__module__.startswith(("model.", "parallel.")):
-            names = vars(thing) if hasattr(thing, "__dict__") else getattr(thing, "__slots__", ())
-            queue.extend(getattr(thing, name) for name in names)
-    return found

@@ -9,7 +9,9 @@ the same key. A device without graphs runs the work each time. Remembers one gra
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +20,11 @@ from parallel.device import Device
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+ROOT, ROOMS = Path(__file__).parents[1], {"model", "parallel"}
 
 
 class CaptureError(RuntimeError):
-    """An operation of the work cannot be captured; the text names the work and torch's reason."""
+    """An operation of the work cannot be captured; the text names both, and torch's reason."""
 
 
 class Graphs:
@@ -64,7 +67,18 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = work()
         except RuntimeError as error:
-            raise CaptureError(f"the work {key} cannot be captured: {error}") from error
+            raise CaptureError(
+                f"the work {key} cannot be captured: {operation_of(error)}: {error}"
+            ) from error
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, outputs)
         return graph, outputs
+
+
+def operation_of(error: BaseException) -> str:
+    """The line of ours that the error came from: "model/mtp.py:42: y = self.ops.linear(...)"."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ROOMS:
+            return f"{path.relative_to(ROOT)}:{frame.lineno}: {frame.line}"
+    return "outside of model/ and parallel/"
