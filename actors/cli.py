@@ -1,4 +1,4 @@
-"""The command line: `outrider generate`, `plan`, `doctor` and `bench`.
+"""The command line: `outrider generate`, `plan`, `doctor`, `serve` and `bench`.
 
     argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
 
@@ -161,7 +161,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
-    config = _config_file(config)
+    config = config_file(config)
     echoes = [_as_text(one) + "," * isinstance(one, list) if echo else "" for one in prompts]
     inputs = _chat_prompts(config, options, prompts) if chat else prompts
     with _stdout_kept() as out, _start(config, options) as engine:
@@ -194,7 +194,7 @@ def plan(
     from model.plan import memory_plan
 
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
-    spec = load_spec(_config_file(config), options)
+    spec = load_spec(config_file(config), options)
     model_dir, network = spec.open_model(check_weights=False)
     run = spec.run_config(network, model_dir, 0)
     memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
@@ -237,9 +237,36 @@ def doctor(
     from actors.spec import load_spec
 
     options = _options(sets, model, None, None, tensor_parallel)
-    text, code = report(examine(load_spec(_config_file(config), options)), as_json=as_json)
+    text, code = report(examine(load_spec(config_file(config), options)), as_json=as_json)
     print(text)
     raise typer.Exit(code)
+
+
+@app.command(epilog=EXIT_CODES)
+def serve(
+    config: Config = None,
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    draft_tokens: DraftTokens = None,
+    draft_body: DraftBody = None,
+    tensor_parallel: TensorParallel = None,
+    sets: Sets = None,
+) -> None:
+    """Serve the OpenAI API on Ray Serve until Ctrl-C or SIGTERM; requests under way may finish."""
+    from actors.placement import prefer_haproxy
+    from actors.spec import load_spec
+
+    options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
+    named = {"serve.host": host, "serve.port": port}
+    options |= {key: value for key, value in named.items() if value is not None}
+    config = config_file(config)
+    spec = load_spec(config, options)
+    if spec.serve.haproxy and spec.ray.address is None:
+        prefer_haproxy()
+    from actors.serve import run_server  # imports ray.serve, which reads the choice above
+
+    run_server(config, options, _say)
 
 
 @app.command(add_help_option=False, context_settings=PASS_ON)
@@ -276,7 +303,8 @@ def _plan_table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _config_file(given: Path | None) -> Path | None:
+def config_file(given: Path | None) -> Path | None:
+    """The file to read: the one given, or ./cluster.yaml if there is one."""
     from actors.spec import DEFAULT_FILE
 
     return given or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).is_file() else None)

@@ -105,6 +105,24 @@ class DriverSetup:
     name: str
 
 
+def assemble(setup: DriverSetup) -> tuple[RankGroup, Driver, list[str]]:
+    """The driver of this process, pinned, and its ranks, not started; and what to warn of."""
+    spec = setup.spec
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cpus, mine = spec.rank_cpu_sets(), spec.driver_cpu_set()
+    if mine is not None:
+        pin_process(mine)
+    ranks = RankGroup(spec, setup.run, setup.placement, cpus=cpus, name=setup.name)
+    driver = Driver(
+        setup.limits,
+        ranks,
+        watchdog_s=spec.ray.watchdog_s,
+        load_text=lambda: load_text(Path(setup.run.model_dir)),
+    )
+    return ranks, driver, [str(warning.message) for warning in caught]
+
+
 class DriverLife:
     """A Driver, its ranks and its desk, from open to stop."""
 
@@ -114,21 +132,9 @@ class DriverLife:
         return address
 
     async def start(self, setup: DriverSetup) -> list[str]:
-        spec = setup.spec
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            cpus, mine = spec.rank_cpu_sets(), spec.driver_cpu_set()
-        if mine is not None:
-            pin_process(mine)
         await self._wire.receive_async(Hello)
         self._post.hide()
-        self._ranks = RankGroup(spec, setup.run, setup.placement, cpus=cpus, name=setup.name)
-        self._driver = Driver(
-            setup.limits,
-            self._ranks,
-            watchdog_s=spec.ray.watchdog_s,
-            load_text=lambda: load_text(Path(setup.run.model_dir)),
-        )
+        self._ranks, self._driver, notes = assemble(setup)
         desk = Desk(self._wire, self._driver, self._about)
         self._serving = asyncio.ensure_future(desk.serve())
         telling = asyncio.ensure_future(desk.report(lambda: self._ranks.loaded_bytes))
@@ -140,7 +146,7 @@ class DriverLife:
             await asyncio.wait({starting})
             raise EngineClosedError("the engine was closed while it started")
         starting.result()
-        return [str(warning.message) for warning in caught] + self._ranks.notes()
+        return notes + self._ranks.notes()
 
     async def run(self) -> None:
         try:

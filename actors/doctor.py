@@ -20,7 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from actors.spec import RANK_ENV, VISIBLE, Spec, free_host_bytes
+from actors.kinds import RANK_ENV, VISIBLE
+from actors.spec import Spec, free_host_bytes
 from model.config import ConfigError, load_config
 from parallel import affinity
 

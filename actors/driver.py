@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
+from actors.handle import Handle, Tally, Text
 from actors.messages import (
-    Chunk,
     Completion,
     EngineClosedError,
     EngineDeadError,
@@ -25,143 +25,14 @@ from actors.messages import (
     Request,
     RequestAbortedError,
     RequestError,
-    RequestStats,
 )
 from actors.ranks import Ranks
-from actors.scheduler import Entry, Limits, Scheduler
-from model.step import Join, Leave, Progress, Sampling, StepEvent
+from actors.scheduler import Limits, Scheduler
+from model.step import Join, Leave, Sampling, StepEvent
 
 log = logging.getLogger(__name__)
 ORDER_TOKENS = 1 << 20
 """Prompt tokens after which a batch of Joins is split, so that Orders fit a wire."""
-
-
-class Stream(Protocol):
-    """Detokenizer of one request: only whole characters come out."""
-
-    def push(self, ids: Sequence[int]) -> str: ...
-    def finish(self) -> str: ...
-
-
-class Text(Protocol):
-    """What the driver needs of model.text.Tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def stream(self) -> Stream: ...
-
-
-class Tally:
-    """Counters of one request, or of all of them."""
-
-    def __init__(self, draft_tokens: int) -> None:
-        self.iterations = self.drafted = self.accepted = self.tokens = 0
-        self.per_position = [0] * draft_tokens
-
-    def add(self, progress: Progress) -> None:
-        self.tokens += len(progress.tokens)
-        if progress.verified:
-            self.iterations += 1
-            self.drafted += progress.drafted
-            self.accepted += progress.accepted
-            for position in range(progress.accepted):
-                self.per_position[position] += 1
-
-
-class Handle:
-    """One request as its caller sees it: iterate over chunks, or await the whole `result()`.
-
-    Tokens that arrive while the caller is busy become one chunk; text is made when it is fetched.
-    """
-
-    def __init__(
-        self, entry: Entry, draft_tokens: int, stream: Stream | None, key: str = ""
-    ) -> None:
-        self.request = entry.request
-        self.key = key
-        self.entry = entry
-        self._tally = Tally(draft_tokens)
-        self._stream = stream
-        self._fresh: list[int] = []
-        self._error: Exception | None = None
-        self._ended = False
-        self._news = asyncio.Event()
-        self._submitted_s = time.perf_counter()
-        self._first_s = self._last_s = self._submitted_s
-        self._first_tokens = 0
-
-    def push(self, progress: Progress) -> None:
-        """New tokens from the ranks."""
-        self._last_s = time.perf_counter()
-        if self._tally.tokens == 0:
-            self._first_s, self._first_tokens = self._last_s, len(progress.tokens)
-        self._tally.add(progress)
-        self._fresh += progress.tokens
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._news.set()
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._ended:
-            raise StopAsyncIteration
-        while not self._fresh and self.entry.finish is None:
-            await self._news.wait()
-            self._news.clear()
-            if self._error is not None:
-                self._ended = True
-                raise self._error
-        tokens, self._fresh = self._fresh, []
-        finish = self.entry.finish
-        text = self._decode(tokens, finish)
-        self._ended = finish is not None
-        return Chunk(
-            token_ids=tokens,
-            text=text,
-            at_s=self._last_s - self._submitted_s,
-            finish_reason=finish,
-            stats=self.stats() if self._ended else None,
-        )
-
-    async def result(self) -> Completion:
-        """All of the answer that no iteration has taken yet; normally all of it."""
-        tokens, texts, finish = [], [], ""
-        async for chunk in self:
-            tokens += chunk.token_ids
-            texts.append(chunk.text)
-            finish = chunk.finish_reason or ""
-        seed = self.entry.sampling.seed
-        assert seed is not None
-        return Completion(
-            prompt_ids=self.entry.prompt,
-            token_ids=tokens,
-            text="".join(texts),
-            finish_reason=finish,
-            seed=seed,
-            stats=self.stats(),
-        )
-
-    def stats(self) -> RequestStats:
-        tally = self._tally
-        after = tally.tokens - self._first_tokens
-        return RequestStats(
-            iterations=tally.iterations,
-            drafted=tally.drafted,
-            accepted=tally.accepted,
-            accepted_per_position=list(tally.per_position),
-            ttft_s=self._first_s - self._submitted_s,
-            tpot_s=(self._last_s - self._first_s) / after if after else 0.0,
-            e2e_s=self._last_s - self._submitted_s,
-        )
-
-    def _decode(self, tokens: list[int], finish: str | None) -> str:
-        if self._stream is None:
-            return ""
-        text = self._stream.push(tokens[:-1] if finish == "stop" else tokens)
-        return text + self._stream.finish() if finish else text
 
 
 class Driver:
@@ -195,8 +66,14 @@ class Driver:
         self._tally = Tally(limits.draft_tokens)
         self._counts = {"submitted": 0, "finished": 0, "aborted": 0, "failed": 0}
         self._steps = 0
+        self._depth = limits.draft_tokens
         self._step_s = self._busy_s = 0.0
         self._started_s = self._alive_s = self._busy_since_s = time.monotonic()
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why no request is taken any more."""
+        return self._dead
 
     async def start(self) -> None:
         """Ready once a token has come through every rank and wire. ConfigError, EngineDeadError."""
@@ -226,15 +103,29 @@ class Driver:
         self._steps, self._started_s = 0, time.monotonic()
         self._step_s = self._busy_s = 0.0
 
-    def submit(self, request: Request) -> Handle:
-        """Queue a request. RequestError (QueueFullError) or EngineDeadError at once."""
+    def submit(self, request: Request, news: asyncio.Event | None = None) -> Handle:
+        """Queue a request. RequestError (QueueFullError) or EngineDeadError at once.
+
+        news: an event that several handles share, for `merge`.
+        """
         if self._dead is not None:
             raise self._dead
         if request.key in self._keys:
             raise RequestError(f"key {request.key!r} names an unfinished request already")
+        if request.stop and self._text is None:
+            raise RequestError("this checkpoint has no tokenizer: use stop_ids, not stop strings")
+        if not all(request.stop):
+            raise RequestError(f"stop = {list(request.stop)}: an empty text stops nothing")
+        if self._scheduler.queued >= self.limits.max_queue:
+            self._dispatch()  # what can leave the queue does not fill it
         entry = self._scheduler.add(self.encode(request.prompt), request.sampling)
-        stream = None if self._text is None else self._text.stream()
-        handle = Handle(entry, self.limits.draft_tokens, stream, request.key)
+        handle = Handle(
+            entry,
+            request,
+            draft_tokens=self.limits.draft_tokens,
+            stream=None if self._text is None else self._text.stream(),
+            news=news,
+        )
         self._handles[entry.request] = handle
         if request.key:
             self._keys[request.key] = entry.request
@@ -274,11 +165,9 @@ class Driver:
         handle = self._handles.get(request) if request is not None else None
         if handle is None or self._dead is not None:
             return
-        leave = self._scheduler.abort(handle.request)
+        self._leave(handle.request)
         handle.fail(RequestAbortedError(f"request {handle.request} was aborted"))
         self._forget(handle, "aborted")
-        if leave is not None:
-            self._leaves.append(leave)
         self._due.set()
 
     def stats(self) -> dict[str, Any]:
@@ -293,6 +182,7 @@ class Driver:
             "active": self._scheduler.active,
             "free_pages": books.free_pages,
             "num_pages": books.num_pages,
+            "draft_depth": self._depth,
             "steps": self._steps,
             "step_s": self._step_s,
             "iterations": tally.iterations,
@@ -322,15 +212,19 @@ class Driver:
         self._alive_s = time.monotonic()
         self._steps += 1
         self._step_s += event.step_s
+        self._depth = self.limits.draft_tokens if event.depth is None else event.depth
         ended = False
         for progress in event.progress:
             entry = self._scheduler.advance(progress)
             handle = self._handles.get(progress.request)
             if entry is None or handle is None:
                 continue  # aborted while this step ran
-            self._tally.add(progress)
-            handle.push(progress)
-            if entry.finish is not None:
+            booked = handle.push(progress)
+            self._tally.add(booked)
+            if booked.finish is not None:
+                if entry.finish is None:  # a stop string: the ranks do not know of the end yet
+                    self._leave(entry.request)
+                entry.finish = booked.finish
                 self._forget(handle, "finished")
                 ended = True
         if ended:
@@ -350,6 +244,7 @@ class Driver:
         size = 0
         for join in self._scheduler.admit():
             batch.append(join)
+            self._handles[join.request].joined.set()
             size += len(join.tokens)
             if size > ORDER_TOKENS:
                 self._ranks.post(Orders(commands=batch))
@@ -357,9 +252,15 @@ class Driver:
         if batch:
             self._ranks.post(Orders(commands=batch))
 
+    def _leave(self, request: int) -> None:
+        leave = self._scheduler.abort(request)
+        if leave is not None:
+            self._leaves.append(leave)
+
     def _forget(self, handle: Handle, why: str) -> None:
         self._counts[why] += 1
         del self._handles[handle.request]
+        handle.joined.set()
         self._keys.pop(handle.key, None)
         self._note_work()
 

@@ -101,10 +101,7 @@ class Engine:
     ) -> Engine:
         name = f"outrider:{secrets.token_hex(4)}"
         placement = place(spec, name)
-        wanted = bundles(spec)
-        options = bundle_options(
-            placement, len(wanted) - 1, wanted[-1], name=f"{name}:driver", env={}
-        )
+        options = bundle_options(placement, 0, bundles(spec)[0], name=f"{name}:driver", env={})
         driver: Any = cast(Any, DriverActor).options(**options).remote()
         engine = cls(spec, run, cluster, placement, driver)
         setup = DriverSetup(
@@ -139,27 +136,49 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         """Answer prompts (text or token ids) together; returns in their order.
 
-        sampling: one for all, or one each. RequestError when one can never be answered (then none
-        is), EngineDeadError when the ranks die.
+        sampling: one for all, or one each. stop: texts that end an answer, before them.
+        RequestError when one can never be answered (then none is), EngineDeadError when the ranks
+        die.
         """
         texts = _as_prompts(prompts)
         settings = _as_samplings(sampling, len(texts))
         requests = [
-            Request(prompt=prompt, sampling=one, key=secrets.token_hex(8))
+            Request(prompt=prompt, sampling=one, key=secrets.token_hex(8), stop=tuple(stop))
             for prompt, one in zip(texts, settings, strict=True)
         ]
         with self._aborting(requests):
             return self._open_line().generate(requests)
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Chunk]:
-        """Answer one prompt piece by piece. Dropping the iterator aborts the request."""
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        stop: Sequence[str] = (),
+        key: str = "",
+    ) -> Iterator[Chunk]:
+        """Answer one prompt piece by piece. Dropping the iterator aborts the request.
+
+        key: the name under which `abort` finds it.
+        """
         (only,) = _as_prompts(prompt)
-        request = Request(prompt=only, sampling=sampling or Sampling(), key=secrets.token_hex(8))
+        request = Request(
+            prompt=only,
+            sampling=sampling or Sampling(),
+            key=key or secrets.token_hex(8),
+            stop=tuple(stop),
+        )
         with self._aborting([request]):
             yield from self._open_line().stream(request)
+
+    def abort(self, key: str) -> None:
+        """End a stream from another thread: it raises RequestAbortedError. Unknown: no-op."""
+        self._open_line().abort([key])
 
     def stats(self) -> dict[str, Any]:
         """Sums over all requests since the start, queue and cache, and a dict per rank."""

@@ -68,6 +68,8 @@ class Request:
 
     prompt: str | list[int]
     sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer before them; their tokens are among `token_ids`."""
     key: str = ""
     """Name under which the caller may abort it; empty: none."""
 
@@ -97,6 +99,8 @@ class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
     text: str
+    logprobs: list[list[tuple[int, float]]]
+    """As model.step.Progress.logprobs; empty unless sampling.logprobs asks for them."""
     finish_reason: str
     seed: int
     stats: RequestStats
@@ -108,6 +112,7 @@ class Chunk:
 
     token_ids: list[int]
     text: str
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     at_s: float = 0.0
     """From submit to the newest of these tokens, on the driver's clock."""
     finish_reason: str | None = None

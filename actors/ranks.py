@@ -67,7 +67,7 @@ class Ranks(Protocol):
 
 
 class RankGroup:
-    """Ranks as Ray actors in the bundles 0..n-1 of a placement group."""
+    """Ranks as Ray actors in the bundles 1..n of a placement group; the driver has bundle 0."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class RankGroup:
         for setup in self._setups:
             options = bundle_options(
                 self._placement,
-                setup.rank,
-                wanted[setup.rank],
+                1 + setup.rank,
+                wanted[1 + setup.rank],
                 name=f"{self._name}:epoch{setup.epoch}:rank{setup.rank}",
                 env=rank_env(setup.device),
             )
@@ -169,6 +169,10 @@ class RankGroup:
         """Bytes loaded and to load, over all ranks; zeros before they know."""
         done, total = self._loaded
         return done * len(self._setups), total * len(self._setups)
+
+    @property
+    def epoch(self) -> int:
+        return self._setups[0].epoch
 
     def notes(self) -> list[str]:
         """What the user should know of ranks that do run."""

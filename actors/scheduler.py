@@ -36,6 +36,11 @@ class Limits:
     vocab_size: int
     eos_ids: tuple[int, ...]
 
+    def room_for(self, prompt_tokens: int) -> int:
+        """Tokens an answer may have at most behind such a prompt; 0 or less: it does not fit."""
+        cached = (self.num_pages - 1) * self.page_tokens - self.overshoot_rows
+        return min(self.max_model_len, cached) - prompt_tokens
+
 
 @dataclass(kw_only=True)
 class Entry:
@@ -80,6 +85,9 @@ class Scheduler:
         """
         limits = self.limits
         tokens = list(prompt)
+        self._check_ids("prompt token {} at index {}", tokens)
+        self._check_ids("logit_bias token {}", [token for token, _ in sampling.logit_bias])
+        self._check_ids("stop token {}", sampling.stop_ids)
         self._check_prompt(tokens)
         max_tokens = min(sampling.max_tokens, limits.max_model_len - len(tokens))
         self._check_pages(len(tokens), max_tokens)
@@ -92,6 +100,7 @@ class Scheduler:
         settled = msgspec.structs.replace(
             sampling,
             max_tokens=max_tokens,
+            min_tokens=min(sampling.min_tokens, max_tokens),
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             stop_ids=tuple(dict.fromkeys(stops)),
         )
@@ -158,17 +167,18 @@ class Scheduler:
         rows = prompt_tokens + max_tokens + self.limits.overshoot_rows
         return -(-rows // self.limits.page_tokens)
 
+    def _check_ids(self, what: str, tokens: Sequence[int]) -> None:
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self.limits.vocab_size:
+                raise RequestError(
+                    f"{what.format(token, index)}: token ids of this model lie in "
+                    f"[0, {self.limits.vocab_size})"
+                )
+
     def _check_prompt(self, tokens: list[int]) -> None:
         limits = self.limits
         if not tokens:
             raise RequestError("the prompt is empty: it needs at least 1 token")
-        if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
-            wrong = (i for i, token in enumerate(tokens) if not 0 <= token < limits.vocab_size)
-            index = next(wrong)
-            raise RequestError(
-                f"prompt token {tokens[index]} at index {index}: token ids of this model lie in "
-                f"[0, {limits.vocab_size})"
-            )
         longest = limits.max_model_len - 1
         if len(tokens) > longest:
             raise RequestError(

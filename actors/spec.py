@@ -26,27 +26,14 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from actors.kinds import COLLECTIVES, NPU_PAGE_TOKENS, check_npu
 from model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
 from model.step import MAX_DRAFT_TOKENS
 from parallel import affinity
 
 DEFAULT_FILE = "cluster.yaml"
 MAX_AUTO_MODEL_LEN = 4096
-COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-RANK_ENV = {
-    # Peer memory needs every GPU visible, so a rank picks its own by index.
-    "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
-    "npu": {
-        "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
-        "TASK_QUEUE_ENABLE": "1",  # launches overlap; level 2 also workspaces, for more memory
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-        "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
-    },
-}
-"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
-NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
-"""What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
+MAX_AUTO_DEPTH = 5
 RAY_LAUNCHER_KEYS = {
     "cluster_name", "provider", "auth", "docker", "available_node_types", "head_node_type",
     "max_workers", "file_mounts", "setup_commands", "head_setup_commands",
@@ -82,8 +69,9 @@ class ParallelSpec:
 class SpeculationSpec:
     """How far the draft rides ahead, and where its body lives."""
 
-    draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 3
-    """K, tokens drafted an iteration; 0 is plain decoding."""
+    draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | Literal["auto"] = 3
+    """K, tokens drafted an iteration; 0 is plain decoding; auto: up to 5, as many as measured times
+    and acceptance make worth while."""
     draft_head: Literal["model", "fp8"] = "model"
     """Weights that score drafts: the checkpoint's, or a copy rounded to float8: half the bytes to
     read for each draft, the same output, a few drafts other than before."""
@@ -128,7 +116,7 @@ class RaySpec:
     """Which Ray cluster, and how long to wait for it."""
 
     address: str | None = None
-    """null: the cluster this process is connected to, else a private one that ends with it."""
+    """null: the cluster this process or job is in, else a private one that ends with it."""
     namespace: str = "outrider"
     """Ray namespace of the actors."""
     placement_timeout_s: Seconds = 30.0
@@ -145,12 +133,43 @@ class RaySpec:
     """Ray's CPU count of a rank: the rank's resource on `cpu`, beside the device elsewhere."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeSpec:
+    """The OpenAI endpoints on Ray Serve. Each replica is an engine with its own ranks."""
+
+    host: str = "127.0.0.1"
+    """Address that `outrider serve` listens on; 0.0.0.0: all."""
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """Of HTTP."""
+    haproxy: bool = True
+    """`outrider serve` with its own cluster: HAProxy before the replicas, if it is installed."""
+    model_id: str | None = None
+    """Name of the model for clients; null: its folder's."""
+    slots: Count | None = None
+    """Requests that decode together when serving; null: limits.max_slots."""
+    num_replicas: Count = 1
+    """Replicas, the fewest where max_replicas lets them grow."""
+    max_replicas: Count | None = None
+    """Most replicas, by load; null: num_replicas always."""
+    api_key_file: str | None = None
+    """File of the keys that clients may use, one a line; null: everyone may."""
+    queue_timeout_s: Seconds = 60.0
+    """Longest wait for a slot; then 429."""
+    drain_timeout_s: Seconds = 60.0
+    """How long requests may go on once a replica is told to end."""
+    max_body_bytes: Count = 4 << 20
+    """Of a request."""
+    max_choices: Count = 128
+    """Prompts x n of a request."""
+
+
 SECTIONS = {
     "parallel": ParallelSpec,
     "speculation": SpeculationSpec,
     "cache": CacheSpec,
     "limits": LimitsSpec,
     "ray": RaySpec,
+    "serve": ServeSpec,
     "ablation": Ablation,
 }
 
@@ -170,6 +189,7 @@ class Spec:
     cache: CacheSpec = CacheSpec()
     limits: LimitsSpec = LimitsSpec()
     ray: RaySpec = RaySpec()
+    serve: ServeSpec = ServeSpec()
     ablation: Ablation = field(default_factory=Ablation)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where it was written, for errors; no key of the file."""
@@ -257,14 +277,18 @@ class Spec:
 
     def run_config(self, model: ModelConfig, model_dir: Path, num_pages: int) -> RunConfig:
         """What one rank's runner needs. Raises ConfigError when the model cannot do as told."""
-        if self.speculation.draft_tokens and not model.num_mtp_layers:
+        depth, auto = self.speculation.draft_tokens, self.speculation.draft_tokens == "auto"
+        if depth == "auto":
+            depth = MAX_AUTO_DEPTH if model.num_mtp_layers else 0
+        if depth and not model.num_mtp_layers:
             rule = f"must be 0: {model.source} has no MTP layer to draft with"
             raise self.error("speculation.draft_tokens", rule)
         return RunConfig(
             model_dir=str(model_dir),
             dtype=self.resolved_dtype,
             tensor_parallel=self.parallel.tensor_parallel,
-            draft_tokens=self.speculation.draft_tokens,
+            draft_tokens=depth,
+            auto_depth=auto and depth > 0,
             draft_body=self.speculation.draft_body,
             draft_head=self.speculation.draft_head,
             max_slots=self.limits.max_slots,
@@ -538,27 +562,13 @@ def _check_fits(spec: Spec) -> None:
     if spec.device == "cpu" and not spec.ray.cpus_per_rank:
         raise spec.error("ray.cpus_per_rank", "must be from 1 on device cpu: it places the rank")
     if spec.device == "npu":
-        _check_npu(spec)
+        check_npu(spec)
+    if spec.serve.max_replicas and spec.serve.max_replicas < spec.serve.num_replicas:
+        rule = f"at least serve.num_replicas = {spec.serve.num_replicas}, or null"
+        raise spec.error("serve.max_replicas", rule)
     for key in ("ablation.greedy_probabilities", "ablation.gather_logits"):
         if getattr(spec.ablation, key.partition(".")[2]) and spec.speculation.draft_head != "model":
             raise spec.error(key, "needs speculation.draft_head = model: an fp8 head has no logits")
     buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
     if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
         raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")
-
-
-def _check_npu(spec: Spec) -> None:
-    if spec.speculation.draft_tokens >= NPU_MAX_ROWS:
-        rule = (
-            f"at most {NPU_MAX_ROWS - 1} on npu: attention there takes {NPU_MAX_ROWS} rows, K + 1"
-        )
-        raise spec.error("speculation.draft_tokens", rule)
-    if spec.resolved_page_tokens % NPU_PAGE_TOKENS:
-        raise spec.error("cache.page_tokens", f"must be a multiple of {NPU_PAGE_TOKENS} on npu")
-    if spec.speculation.draft_head == "fp8":
-        raise spec.error("speculation.draft_head", "must be model on npu: no float8 products there")
-    if spec.ray.collective_timeout_s <= spec.ray.watchdog_s:
-        rule = (
-            f"must exceed ray.watchdog_s = {spec.ray.watchdog_s:g} on npu: the driver, not HCCL, "
-        )
-        raise spec.error("ray.collective_timeout_s", rule + "is to find a stuck rank")

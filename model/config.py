@@ -144,6 +144,8 @@ class RunConfig:
     tensor_parallel: int = 1
     draft_tokens: int = 3
     """K; 0 leaves the draft unloaded."""
+    auto_depth: bool = False
+    """K is the most; a Plan may say less."""
     draft_body: str = "local"
     """"local": the whole draft body on every rank; "sharded": over the target's group."""
     draft_head: str = "model"

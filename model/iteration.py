@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.cache import GdnStates, KvPages
 from model.config import ModelConfig, RunConfig
+from model.edits import NO_WISHES, Wishes
 from model.mtp import MtpDraft
 from model.qwen3_5 import Qwen35
 from model.slots import SlotTensors
@@ -42,7 +43,9 @@ class Batch:
     """Most rows whose factors wait to be folded; 0 when all slots come from prefill"""
     num_pages: int
     sampled: Tensor | None
-    """Indices into `slots` of those that sample; None when all are greedy"""
+    """Indices into `slots` of those that need all logits; None when (value, id) pairs will do"""
+    wishes: Wishes = NO_WISHES
+    """What they need them for"""
     reach: tuple[list[int], ...] | None = None
     """Rows.reach of each draft pass, then of the verify pass"""
 
@@ -70,7 +73,8 @@ class Chunk:
     """Indices into `slots` of prompts that end here; None when none does"""
     num_pages: int
     sampled: Tensor | None
-    """Indices into `ends` of those that sample"""
+    """Indices into `ends` of those that need all logits"""
+    wishes: Wishes = NO_WISHES
     reach: list[int] | None = None
     """Rows.reach"""
 
@@ -188,8 +192,11 @@ class Iteration:
         scorer = Fp8Head(head) if self.run.draft_head == "fp8" else head
         return MtpDrafter(MtpDraft(model, tensors, table, pages, own), scorer, self.slots)
 
-    def prefill(self, chunk: Chunk) -> Tensor | None:
-        """Run prompt tokens; -> the first token [E] of each prompt that ends here, or None."""
+    def prefill(self, chunk: Chunk) -> tuple[Tensor, ...] | None:
+        """Run prompt tokens; -> the first token [E] of each prompt that ends here, or None.
+
+        Where log probabilities are wished, those of the sampled prompts follow (`log_probs`).
+        """
         state = self.slots
         rows = state.rows(
             chunk.slots,
@@ -209,18 +216,22 @@ class Iteration:
             return None
         slots, at = chunk.slots[chunk.ends], chunk.counts[chunk.ends] - 1
         last = hidden[chunk.ends, at]  # [E, H]
-        tokens = self.head.greedy(last)
+        tokens, known = self.head.greedy(last), ()
         if chunk.sampled is not None:
             who = slots[chunk.sampled]
-            drawn = state.sample(self.head.logits(last[chunk.sampled]), who, state.length[who])
-            tokens = tokens.index_copy(0, chunk.sampled, drawn)
+            logits, reach = self.head.logits(last[chunk.sampled]), self._span(chunk)
+            picked, *known = state.pick(logits, who, state.length[who], chunk.wishes, reach)
+            tokens = tokens.index_copy(0, chunk.sampled, picked)
         state.last[slots] = tokens
         state.kept.index_fill_(0, slots, 1)
         state.fresh[slots, 0], state.hidden[slots, 0] = tokens, last
-        return tokens
+        return (tokens, *known)
 
-    def iterate(self, batch: Batch, run: RunPiece = at_once) -> tuple[Tensor, Tensor]:
-        """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]]."""
+    def iterate(self, batch: Batch, run: RunPiece = at_once) -> tuple[Tensor, ...]:
+        """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]].
+
+        Where log probabilities are wished, those of the sampled slots' rows follow (`log_probs`).
+        """
         at = run("recall", lambda: self._recall(batch))
         if self.drafter:
             drafts = self.drafter.propose(batch, at, run)
@@ -232,7 +243,7 @@ class Iteration:
         table = self.slots.block_table[:, : batch.num_pages]
         return self.device.ops.recall(batch.slots, self.memory, table, batch.width)
 
-    def _verify(self, batch: Batch, at: Recalled, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(self, batch: Batch, at: Recalled, drafts: Tensor) -> tuple[Tensor, ...]:
         slots, ops, k = batch.slots, self.device.ops, batch.num_drafts
         rows = self.slots.rows(
             slots,
@@ -245,26 +256,42 @@ class Iteration:
             waiting=batch.waiting,
             reach=batch.reach_of(-1),
         )
-        hidden = self.target(torch.cat((at.last.unsqueeze(1), drafts), 1), rows)
-        targets = self._pick(hidden, batch, at.length)
+        tokens = torch.cat((at.last.unsqueeze(1), drafts), 1)
+        hidden = self.target(tokens, rows)
+        targets, *known = self._pick(hidden, batch, at.length, tokens)
         if self.check is not None:
             drafts = self.check(drafts, targets)
         kept = ops.accept_commit(slots, drafts, targets, batch.limits, hidden, self.memory)
-        return targets, kept
+        return (targets, kept, *known)
 
-    def _pick(self, hidden: Tensor, batch: Batch, length: Tensor) -> Tensor:
-        """The target's token of every row [B, R]: its argmax, or its draw where a slot samples."""
+    def _span(self, of: Batch | Chunk) -> int:
+        """Positions that its pages hold."""
+        return of.num_pages * self.run.page_tokens
+
+    def _pick(
+        self, hidden: Tensor, batch: Batch, length: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The target's token of every row [B, R]: its argmax, or its draw where a slot samples.
+
+        tokens [B, R]: the rows' own. Then the log probabilities, where wished.
+        """
         num_slots, num_rows = hidden.shape[:2]
         who = batch.sampled
         if who is None or len(who) < num_slots:
             targets = self.head.greedy(hidden.flatten(0, 1)).view(num_slots, num_rows)
         else:
             targets = length.new_empty(num_slots, num_rows)
-        if who is not None:
-            logits = self.head.logits(hidden[who].flatten(0, 1))
-            ahead = torch.arange(1, num_rows + 1, device=length.device)
-            positions = (length[who].unsqueeze(1) + ahead).flatten()
-            owners = batch.slots[who].repeat_interleave(num_rows)
-            drawn = self.slots.sample(logits, owners, positions).view(len(who), num_rows)
-            targets = targets.index_copy(0, who, drawn)
-        return targets
+        if who is None:
+            return (targets,)
+        owners, first = batch.slots[who], length[who]
+        if batch.wishes.edited:
+            self.slots.edits.note(owners, first, tokens[who])
+        ahead = torch.arange(1, num_rows + 1, device=length.device)
+        picked, *known = self.slots.pick(
+            self.head.logits(hidden[who].flatten(0, 1)),
+            owners.repeat_interleave(num_rows),
+            (first.unsqueeze(1) + ahead).flatten(),
+            batch.wishes,
+            self._span(batch),
+        )
+        return (targets.index_copy(0, who, picked.view(len(who), num_rows)), *known)

@@ -9,6 +9,7 @@ a test compares the two. Page 0 is the null page and counts as a page.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -114,3 +115,24 @@ def check_pages(run: RunConfig, plan: MemoryPlan) -> None:
             f"cache.num_pages = {run.num_pages}: at least {least} pages of {run.page_tokens} tokens"
             f" ({least * plan.kv_page_bytes} bytes a rank) are needed for the shortest request"
         )
+
+
+def storages(root: object) -> dict[int, int]:
+    """Address and bytes of every tensor storage reachable from `root` by attributes and lists."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    queue: list[Any] = [root]
+    while queue:
+        thing = queue.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, list | tuple):
+            queue.extend(thing)
+        elif type(thing).__module__.startswith(("model.", "parallel.")):
+            names = vars(thing) if hasattr(thing, "__dict__") else getattr(thing, "__slots__", ())
+            queue.extend(getattr(thing, name) for name in names)
+    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,61 +20,24 @@ from torch import Tensor
 
 from model import ablation
 from model.config import RunConfig, load_config
+from model.edits import Wishes
 from model.iteration import Batch, Chunk, Drafter, Iteration
-from model.plan import check_device, check_pages, memory_plan, overshoot_rows, pages_for
+from model.plan import (
+    check_device,
+    check_pages,
+    memory_plan,
+    overshoot_rows,
+    pages_for,
+    storages,
+)
 from model.step import Join, Leave, Progress, Sampling
+from model.tenants import Launched, Slot
 from model.weights import load
 from parallel.device import Device, Fetched
 from parallel.graph import Graphs
 
 MAX_CAPTURED_ROWS = 2048
 """Widest prompt chunk that is captured; more of a prompt is several replays."""
-
-
-@dataclass(slots=True)
-class Slot:
-    """What the host knows of a request in a slot."""
-
-    join: Join
-    draft_tokens: int
-    prefilled: int = 0
-    emitted: int = 0
-    last: int = -1
-    promised: int = 0
-    """Results under way; each brings one token at least."""
-    waiting: int = 0
-    """Rows of its last verify pass; 0 right after prefill."""
-    kept: int = 1
-    """Of those, the ones kept, as far as the host has read; 1 right after prefill."""
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.join.tokens
-
-    @property
-    def decoding(self) -> bool:
-        return self.prefilled == len(self.join.tokens)
-
-    @property
-    def remaining(self) -> int:
-        return self.join.sampling.max_tokens - self.emitted
-
-    @property
-    def wanted(self) -> int:
-        """Tokens that what is under way does not bring for certain."""
-        return self.remaining - self.promised
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """Device work whose results nobody has read yet."""
-
-    firsts: list[tuple[Fetched, list[Slot]]]
-    """First tokens [E], and the slots whose prompts ended with them."""
-    verified: Fetched | None
-    batch_of: list[Slot]
-    """Slots of the iteration, and its targets [B, K+1] and kept [B]."""
-    limits: list[int]
 
 
 class Runner:
@@ -101,6 +64,7 @@ class Runner:
             ablation.undo(self.iteration)
         self.run_ahead = device.capabilities.run_ahead
         self.slots: dict[int, Slot] = {}
+        self.depth = run.draft_tokens
         self._launched: deque[Launched] = deque()
         self._graphs = Graphs(self.device)
         self._chunks: dict[int, Chunk] = {}
@@ -121,6 +85,11 @@ class Runner:
                 self._rehearse(1, width)
             for size in sizes[1:]:
                 self._rehearse(size, 1)
+            for depth in range(self.run.draft_tokens if self.run.auto_depth else 0):
+                self.limit_drafts(depth)
+                for size in sizes:
+                    self._rehearse(size, 1)
+            self.limit_drafts(self.run.draft_tokens)
 
     def _rehearse(self, num_slots: int, prompt: int) -> None:
         """A prefill and a few iterations of some slots, on pages that nobody holds yet."""
@@ -179,6 +148,10 @@ class Runner:
             progress += self._collect_firsts(self._launched[-1])
         return progress
 
+    def limit_drafts(self, depth: int) -> None:
+        """From the next step on, at most `depth` drafts an iteration."""
+        self.depth = depth
+
     def digest(self) -> int:
         """63 bits that say who sits where and how far along; equal on all ranks."""
         table = [
@@ -190,8 +163,8 @@ class Runner:
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes this rank holds as weights, states and KV; storage that is shared counts once."""
         it = self.iteration
-        everything = _storages(it)
-        other = _storages([it.slots, it.states, it.pages, it.draft_pages])
+        everything = storages(it)
+        other = storages([it.slots, it.states, it.pages, it.draft_pages])
         pages = [it.pages, *([it.draft_pages] if it.draft_pages else [])]
         return {
             "weights": sum(n for where, n in everything.items() if where not in other),
@@ -216,7 +189,7 @@ class Runner:
         held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.wanted > 0]
         if not held:
             return Launched(firsts, None, [], [])
-        limits = [min(s.draft_tokens, s.wanted - 1) for s in held]
+        limits = [min(s.draft_tokens, s.wanted - 1, self.depth) for s in held]
         batch = self._batch(held, limits)
         if self.run.ablation.sync_each_draft:
             pieces = ablation.synced(self._graphs, self.device, batch)
@@ -234,8 +207,8 @@ class Runner:
     def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
         run = self.run
         graphs = self.device.capabilities.graphs
-        k = run.draft_tokens if run.pin_rows or graphs else max(limits)
-        sampled = [i for i, s in enumerate(held) if s.join.sampling.temperature > 0]
+        k = run.draft_tokens if run.pin_rows else self.depth if graphs else max(limits)
+        sampled = [i for i, s in enumerate(held) if s.sampling.needs_logits]
         padding = next((n for n in self.buckets if n >= len(held)), len(held)) - len(held)
         slots = [s.join.slot for s in held] + [run.max_slots] * padding
         own_limits = limits + [0] * padding
@@ -255,6 +228,7 @@ class Runner:
             num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
             sampled=self._ints(sampled) if sampled else None,
             reach=self._reach(held, len(slots), k, width),
+            wishes=Wishes.of([held[i].sampling for i in sampled]),
         )
 
     def _reach(
@@ -326,7 +300,7 @@ class Runner:
             for slot in ending:
                 slot.promised += 1
             if first is not None:
-                firsts.append((self.device.fetch([first]), ending))
+                firsts.append((self.device.fetch(first), ending))
         return firsts
 
     def _share_padded(self, waiting: list[Slot]) -> list[list[tuple[Slot, int]]]:
@@ -357,11 +331,11 @@ class Runner:
 
     def _prefill(
         self, taken: list[tuple[Slot, int]], width: int
-    ) -> tuple[Tensor | None, list[Slot]]:
+    ) -> tuple[tuple[Tensor, ...] | None, list[Slot]]:
         """One slot's greedy chunk replays a graph of its width; anything else runs eagerly."""
         slot = taken[0][0]
         graphs = self.device.capabilities.prompt_graphs and len(taken) == 1
-        if not graphs or slot.join.sampling.temperature > 0:
+        if not graphs or slot.sampling.needs_logits:
             chunk, ending = self._chunk(taken, width)
             return self.iteration.prefill(chunk), ending
         width = self._prefill_width(width)
@@ -397,7 +371,7 @@ class Runner:
             if stop == len(slot.prompt):
                 ends.append(i)
         counts = [count for _, count in taken]
-        sampled = [j for j, i in enumerate(ends) if taken[i][0].join.sampling.temperature > 0]
+        sampled = [j for j, i in enumerate(ends) if taken[i][0].sampling.needs_logits]
         reach = max(s.prefilled + count for s, count in taken)
         chunk = Chunk(
             slots=self._ints([s.join.slot for s, _ in taken]),
@@ -410,6 +384,7 @@ class Runner:
             num_pages=pages_for(reach, self.run.page_tokens),
             sampled=self._ints(sampled) if sampled else None,
             reach=[reach] if self.device.capabilities.host_lengths else None,
+            wishes=Wishes.of([taken[ends[j]][0].sampling for j in sampled]),
         )
         return chunk, [taken[i][0] for i in ends]
 
@@ -418,20 +393,24 @@ class Runner:
         progress = self._collect_firsts(launched)
         if launched.verified is None:
             return progress
-        targets_of, kept_of = launched.verified.wait()
+        targets_of, kept_of, *known = launched.verified.wait()
+        logprobs = _log_probs(launched.batch_of, known)
         rows = zip(launched.batch_of, launched.limits, targets_of.tolist(), kept_of.tolist())
         for slot, limit, targets, kept in rows:
             slot.kept = kept
-            progress += self._advance(slot, targets[:kept], drafted=limit, accepted=kept - 1)
+            progress += self._advance(
+                slot, targets[:kept], logprobs, drafted=limit, accepted=kept - 1
+            )
         return progress
 
     def _collect_firsts(self, launched: Launched) -> list[Progress]:
         """Read the first tokens of a step; the second time there are none."""
         progress = []
         for fetched, slots in launched.firsts:
-            (first,) = fetched.wait()
+            first, *known = fetched.wait()
+            logprobs = _log_probs(slots, known)
             for slot, token in zip(slots, first.tolist(), strict=True):
-                progress += self._advance(slot, [token], verified=False)
+                progress += self._advance(slot, [token], logprobs, verified=False)
         launched.firsts.clear()
         return progress
 
@@ -439,6 +418,7 @@ class Runner:
         self,
         slot: Slot,
         tokens: list[int],
+        logprobs: dict[int, list[list[tuple[int, float]]]],
         *,
         drafted: int = 0,
         accepted: int = 0,
@@ -463,6 +443,7 @@ class Runner:
                 request=join.request,
                 slot=join.slot,
                 tokens=tokens,
+                logprobs=logprobs.get(join.request, [])[: len(tokens)],
                 drafted=drafted,
                 accepted=accepted,
                 verified=verified,
@@ -471,22 +452,22 @@ class Runner:
         ]
 
 
-def _storages(root: object) -> dict[int, int]:
-    """Address and bytes of every tensor storage reachable from `root` by attributes and lists."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    queue = [root]
-    while queue:
-        thing = queue.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(thing, list | tuple):
-            queue.extend(thing)
-        elif type(thing).__module__.startswith(("model.", "parallel.")):
-            names = vars(thing) if hasattr(thing, "__dict__") else getattr(thing, "__slots__", ())
-            queue.extend(getattr(thing, name) for name in names)
-    return found
+def _log_probs(
+    slots: Sequence[Slot], known: Sequence[Tensor]
+) -> dict[int, list[list[tuple[int, float]]]]:
+    """By request, of each of its rows: (id, log probability) of the token and the likeliest.
+
+    known: ids and values [N, 1 + top] of the rows of all slots that need logits, or nothing.
+    """
+    if not known:
+        return {}
+    owners = [slot for slot in slots if slot.sampling.needs_logits]
+    ids, values = (part.view(len(owners), -1, part.shape[-1]).tolist() for part in known)
+    return {
+        slot.join.request: [
+            list(zip(row[: top + 1], logs[: top + 1]))
+            for row, logs in zip(ids[index], values[index])
+        ]
+        for index, slot in enumerate(owners)
+        if (top := slot.sampling.logprobs) is not None
+    }

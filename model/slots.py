@@ -15,6 +15,7 @@ from torch import Tensor
 from model.blocks import RotaryTable
 from model.cache import NULL_PAGE, Rows
 from model.config import ModelConfig, RunConfig
+from model.edits import LogitEdits, Wishes, log_probs
 from model.plan import overshoot_rows, pages_for
 from model.sample import draw, uniform
 from model.step import Join
@@ -43,6 +44,7 @@ class SlotTensors:
         self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
         self.seed, self.top_k = integers(slots), integers(slots)
         self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
+        self.edits = LogitEdits(slots, positions, device)
 
     def tensors(self) -> list[Tensor]:
         return [self.length, self.last, self.kept, self.block_table, self.fresh, self.hidden]
@@ -68,6 +70,7 @@ class SlotTensors:
         self.seed[slot], self.top_k[slot] = how.seed or 0, how.top_k
         self.temperature[slot] = how.temperature
         self.top_p[slot], self.min_p[slot] = how.top_p, how.min_p
+        self.edits.reset(join)
         self.hidden[slot].zero_()
         self.fresh[slot].zero_()
 
@@ -114,13 +117,27 @@ class SlotTensors:
             reach=reach,
         )
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """logits [N, V] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N]."""
-        return draw(
-            logits,
-            self.temperature[slots],
-            self.top_k[slots],
-            self.top_p[slots],
-            self.min_p[slots],
-            uniform(self.seed[slots], positions),
-        )
+    def pick(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, wishes: Wishes, reach: int
+    ) -> tuple[Tensor, ...]:
+        """logits [N, V] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N].
+
+        Where log probabilities are wished, those follow as in `log_probs`. reach: no position is
+        beyond it.
+        """
+        edited = self.edits.apply(logits, slots, positions, reach) if wishes.edited else logits
+        tokens = edited.argmax(-1)
+        if wishes.drawn:
+            warm = self.temperature[slots]
+            drawn = draw(
+                edited,
+                torch.where(warm > 0, warm, 1.0),
+                self.top_k[slots],
+                self.top_p[slots],
+                self.min_p[slots],
+                uniform(self.seed[slots], positions),
+            )
+            tokens = torch.where(warm > 0, drawn, tokens)
+        if wishes.logprobs is None:
+            return (tokens,)
+        return (tokens, *log_probs(logits, tokens, wishes.logprobs))

@@ -9,6 +9,7 @@ transformers would add seconds and torch to every start of a driver.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,8 +52,12 @@ class Tokenizer:
         """Text of `ids` without special tokens."""
         return self._tokens.decode(list(ids), skip_special_tokens=True)
 
+    def token_text(self, token: int) -> str:
+        """Text of one token, special ones too; U+FFFD where it is part of a character."""
+        return self._tokens.decode([token], skip_special_tokens=False)
+
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], **values: object
+        self, messages: Sequence[dict[str, str]], /, **values: object
     ) -> list[int]:
         """Ids of a conversation [{"role": ..., "content": ...}] that asks for a reply.
 
@@ -60,23 +65,20 @@ class Tokenizer:
         ConfigError when the checkpoint has no chat template or the template refuses.
         """
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        source, names = self._template()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
         try:
-            text = environment.from_string(source).render(
-                **names, messages=list(messages), add_generation_prompt=True, **values
-            )
-        except jinja2.TemplateError as error:
+            template, names = self._template
+            said = {**names, **values, "messages": list(messages), "add_generation_prompt": True}
+            text = template.render(said)
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{self._folder}: the chat template refuses: {error}") from error
         return self.encode(text)
 
-    def _template(self) -> tuple[str, dict[str, Any]]:
-        """Source of the chat template, and the special tokens it may name."""
+    @functools.cached_property
+    def _template(self) -> tuple[Any, dict[str, Any]]:
+        """The compiled chat template, and the special tokens it may name."""
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
         path = self._folder / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         file = self._folder / "chat_template.jinja"
@@ -88,7 +90,11 @@ class Tokenizer:
             for key, value in config.items()
             if key.endswith("_token") and isinstance(value, (str, dict))
         }
-        return source, names
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _refuse
+        return environment.from_string(source), names
 
     def stream(self) -> Detokenizer:
         """A decoder for one request's tokens."""

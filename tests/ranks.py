@@ -34,6 +34,7 @@ class Output:
     accepted: int = 0
     iterations: int = 0
     kept: list[int] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class Books:
@@ -58,6 +59,7 @@ class Books:
             out = self.outputs[p.request]
             assert out.finish is None
             out.tokens += p.tokens
+            out.logprobs += p.logprobs
             out.drafted += p.drafted
             out.accepted += p.accepted
             out.iterations += p.verified

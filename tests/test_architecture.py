@@ -47,7 +47,7 @@ BROAD_EXCEPTS = {
 """path::function -> why it may swallow an exception it cannot name."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "types", "common", "misc"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_CORE_LINES, MAX_KERNEL_LINES = 7000, 2500
+MAX_CORE_LINES, MAX_KERNEL_LINES = 8000, 2500
 KERNELS = "parallel/kernels/"
 DOCSTRING_LINES = range(3, 9)
 
@@ -433,7 +433,7 @@ def test_a_clean_tree_keeps_the_rule(rule: Rule, clean: Path) -> None:
 @pytest.mark.parametrize(("rule", "path", "text"), VIOLATIONS)
 def test_a_violation_turns_the_rule_red(rule: Rule, path: str, text: str, clean: Path) -> None:
     if rule is core_is_small:
-        for number in range(18):
+        for number in range(20):
             (clean / f"model/part{number}.py").write_text("x = 1\n" * 400)
     elif path == "model/gone.py":
         (clean / "README.md").write_text(README.replace("  runner.py", "  gone.py\n  runner.py"))

@@ -18,6 +18,7 @@ import pytest
 import ray
 import zmq.asyncio
 
+from actors.depth import Depth
 from actors.messages import EngineDeadError, Hello, Orders, Postbox, Wire
 from actors.placement import start_private
 from actors.rank import DRIVER, RankLoop, greet
@@ -95,6 +96,9 @@ class Counting:
             progress.append(self._advance(join, accepted, verified=True))
         return progress
 
+    def limit_drafts(self, depth: int) -> None:
+        self.draft_tokens = depth
+
     def digest(self) -> int:
         return hash((*sorted(self.slots), *self.emitted.values(), self.drift)) & (2**63 - 1)
 
@@ -127,8 +131,11 @@ class Counting:
 class ThreadRanks:
     """actors.ranks.Ranks with a thread a rank."""
 
-    def __init__(self, runners: Sequence[Counting], max_burst: int = 4) -> None:
+    def __init__(
+        self, runners: Sequence[Counting], max_burst: int = 4, depth: Depth | None = None
+    ) -> None:
         self.runners = runners
+        self.depth = depth
         self.max_burst = max_burst
         self.events: list[StepEvent] = []
         self.killed = False
@@ -147,7 +154,8 @@ class ThreadRanks:
         self._wire.send(Hello(epoch=0, rank=DRIVER))
         greet(inbox, Hello(epoch=0, rank=0), expect=DRIVER, timeout_s=5)
         await self._wire.receive_async(Hello)
-        loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, max_burst=self.max_burst)]
+        lead: dict[str, Any] = {"max_burst": self.max_burst, "depth": self.depth}
+        loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, **lead)]
         for rank, (mine, address) in enumerate(opened, start=1):
             wire = self._posts[rank].connect(address)
             wire.send(Hello(epoch=0, rank=rank))

@@ -208,11 +208,11 @@ def test_without_a_tokenizer_only_ids_are_taken():
 def test_a_full_queue_refuses_and_the_others_go_on():
     async def work() -> None:
         async with driving(max_queue=4, max_slots=1) as (driver, _):
-            handles = [driver.submit(ask([i], max_tokens=9)) for i in range(4)]
+            handles = [driver.submit(ask([i], max_tokens=9)) for i in range(5)]  # one has the slot
             with pytest.raises(QueueFullError):
                 driver.submit(ask([9]))
             done = [await handle.result() for handle in handles]
-            assert [len(c.token_ids) for c in done] == [9] * 4
+            assert [len(c.token_ids) for c in done] == [9] * 5
 
     run(work)
 

@@ -39,10 +39,10 @@ def spec(**overrides: object) -> Spec:
         ({"device": "npu", "cpus_per_rank": 0}, {"NPU": 1}),
     ],
 )
-def test_each_rank_has_a_bundle_and_the_driver_the_last(
+def test_each_rank_has_a_bundle_and_the_driver_the_first(
     overrides: dict[str, Any], rank: dict[str, float]
 ):
-    assert bundles(spec(tensor_parallel=2, **overrides)) == [rank, rank, {"CPU": 1}]
+    assert bundles(spec(tensor_parallel=2, **overrides)) == [{"CPU": 1}, rank, rank]
 
 
 def test_what_the_cluster_lacks_is_named_with_both_amounts():
@@ -134,7 +134,7 @@ def test_emulated_npus_go_one_to_a_rank(cluster: None):
         ray.remote(Probe)
         .options(**bundle_options(group, i, wanted[i], name=f"probe{i}", env={}))
         .remote()
-        for i in range(2)
+        for i in (1, 2)
     ]
     found = ray.get([probe.look.remote() for probe in probes])
     for probe in probes:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from actors import spec as spec_module
-from actors.spec import NPU_MAX_ROWS, NPU_PAGE_TOKENS, Spec, load_spec, parse_set
+from actors.kinds import NPU_MAX_ROWS, NPU_PAGE_TOKENS
+from actors.spec import Spec, load_spec, parse_set
 from model.config import ConfigError, load_config
 from model.plan import memory_plan
 from parallel import affinity

@@ -378,3 +378,24 @@ def test_digests_follow_the_slot_table(folder) -> None:
     assert first.digest() == second.digest()
     first.step()
     assert first.digest() != second.digest()
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_the_depth_may_change_before_every_step(folder, off, tensor_parallel: int) -> None:
+    engine = team(folder, 5, tensor_parallel=tensor_parallel)
+    prompts = [prompt_of(n) for n in (9, 33, 2)]
+    requests = [(p, Sampling(max_tokens=NUM_NEW)) for p in prompts]
+
+    def changing(runner):
+        step, depths = runner.step, iter([0, 5, 1, 0, 0, 3, 5, 2] * 50)
+
+        def stepped():
+            runner.limit_drafts(next(depths))
+            return step()
+
+        runner.step = stepped
+        return serve(runner, requests, stagger=1)
+
+    for outs in engine.each(changing):
+        assert [o.tokens for o in outs] == [off(p) for p in prompts]
+        assert all(o.drafted > 0 for o in outs)

@@ -1,0 +1,48 @@
+"""What cluster.yaml and Ray must know of each kind of device, before torch is loaded.
+
+    collectives to choose from | variable that hides devices | environment of a rank | NPU limits
+
+Facts of a backend that stand here as well as in parallel/backends/ are compared by a test.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from actors.spec import Spec
+
+COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+RANK_ENV = {
+    # Peer memory needs every GPU visible, so a rank picks its own by index.
+    "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
+    "npu": {
+        "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
+        "TASK_QUEUE_ENABLE": "1",  # launches overlap; level 2 also workspaces, for more memory
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
+    },
+}
+"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
+NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
+"""What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
+
+
+def check_npu(spec: Spec) -> None:
+    """Cross checks of a spec for device npu. ConfigError."""
+    depth = spec.speculation.draft_tokens
+    if depth != "auto" and depth >= NPU_MAX_ROWS:
+        rule = (
+            f"at most {NPU_MAX_ROWS - 1} on npu: attention there takes {NPU_MAX_ROWS} rows, K + 1"
+        )
+        raise spec.error("speculation.draft_tokens", rule)
+    if spec.resolved_page_tokens % NPU_PAGE_TOKENS:
+        raise spec.error("cache.page_tokens", f"must be a multiple of {NPU_PAGE_TOKENS} on npu")
+    if spec.speculation.draft_head == "fp8":
+        raise spec.error("speculation.draft_head", "must be model on npu: no float8 products there")
+    if spec.ray.collective_timeout_s <= spec.ray.watchdog_s:
+        rule = (
+            f"must exceed ray.watchdog_s = {spec.ray.watchdog_s:g} on npu: the driver, not HCCL, "
+        )
+        raise spec.error("ray.collective_timeout_s", rule + "is to find a stuck rank")

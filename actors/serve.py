@@ -1,0 +1,236 @@
+"""Ray Serve: a replica hosts a Driver in its event loop, with its ranks in one placement group.
+
+    serve run actors.serve:app         outrider serve --config cluster.yaml         serve deploy
+    HTTP -> Serve's proxy -> Replica (Endpoints -> Driver) -> ranks
+Bundle 0 of a replica's placement group is the replica, the others are its ranks. Admission is the
+driver's: Serve's own limits are wide. A replica whose engine died fails its health check, and Serve
+puts a new one in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from starlette.types import ASGIApp
+
+from actors.desk import DriverSetup, assemble
+from actors.endpoints import Endpoints
+from actors.engine import limits_of
+from actors.placement import DRIVER_CPUS, PlacementError, bundles, connect_ray, missing
+from actors.spec import DEFAULT_FILE, Spec, load_spec, parse_set
+from model.config import ModelConfig, RunConfig
+from model.text import Tokenizer
+
+log = logging.getLogger("ray.serve")
+APPLICATION, DEPLOYMENT = "outrider", "Outrider"
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+START_TRIES = 2
+"""A start that failed is tried once more: another engine may have been on its way out."""
+
+
+@serve.ingress()
+class Replica:
+    """One engine behind HTTP."""
+
+    async def __init__(self, spec: Spec, keys: tuple[bytes, ...] = ()) -> None:
+        """spec: from `serving_spec`. keys: SHA-256 digests of the API keys; none: everyone may."""
+        model_dir, model = spec.open_model()
+        run = spec.run_config(model, model_dir, spec.resolve_pages(model, model_dir))
+        placement = ray.util.get_current_placement_group()
+        assert placement is not None, "a replica is placed with its ranks (application())"
+        setup = DriverSetup(
+            spec=spec,
+            run=run,
+            limits=limits_of(spec, model, run),
+            placement=placement,
+            name=f"outrider:{serve.get_replica_context().replica_id.unique_id}",
+        )
+        self._mode = effective_mode(run, model)
+        self._ranks, self._driver, notes = assemble(setup)
+        await self._driver.start()
+        for note in notes + self._ranks.notes():
+            log.warning(note)
+        log.info("%s", self._mode["line"])
+        self._endpoints = Endpoints(
+            self._driver,
+            Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None,
+            serve=spec.serve,
+            model=spec.serve.model_id or model_dir.name,
+            about=self._about,
+            keys=keys,
+        )
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._endpoints.app
+
+    async def check_health(self) -> None:
+        """Serve's question, every HEALTH_PERIOD_S; the driver's watchdog sees ranks that hang."""
+        if self._driver.error is not None:
+            raise self._driver.error
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_endpoints"):  # the start may have failed
+            self._endpoints.drain()
+            await self._driver.close()
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            **self._mode,
+            "epoch": self._ranks.epoch,
+            "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
+            "ranks": self._ranks.stats(),
+        }
+
+
+def effective_mode(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
+    """What speculation really does with this configuration; `line` says it in words."""
+    slots, depth, size = run.max_slots, run.draft_tokens, run.tensor_parallel
+    kind = "single-slot" if slots == 1 else "multi-slot"
+    why = None
+    if not depth:
+        why = (
+            "speculation.draft_tokens = 0" if model.num_mtp_layers else "the model has no MTP layer"
+        )
+        words = f"speculation is off ({why})"
+    else:
+        most = f"0 to {depth}, as measured," if run.auto_depth else str(depth)
+        home = "whole on every rank" if run.draft_body == "local" else f"sharded over {size} ranks"
+        words = (
+            f"{kind} speculation is active: {most} drafts an iteration for each slot, "
+            f"LM head over {size} ranks, draft body {home}"
+        )
+    return {
+        "line": f"{slots} {'slot' if slots == 1 else 'slots'}; {words}",
+        "mode": kind,
+        "slots": slots,
+        "draft_tokens": depth,
+        "draft_tokens_auto": run.auto_depth,
+        "speculation_off_because": why,
+        "head_group": list(range(size)),
+        "draft_body": run.draft_body if depth else None,
+        "draft_head": run.draft_head if depth else None,
+    }
+
+
+def serving_spec(config: str | Path | None, overrides: Mapping[str, object]) -> Spec:
+    """cluster.yaml as a server reads it: `serve.slots` counts, and the model's path is whole."""
+    spec = load_spec(config, overrides)
+    if spec.serve.slots is not None:
+        spec = load_spec(config, {**overrides, "limits.max_slots": spec.serve.slots})
+    if Path(spec.model).is_dir():
+        spec = dataclasses.replace(spec, model=str(Path(spec.model).resolve()))
+    return spec
+
+
+def api_keys(spec: Spec) -> tuple[bytes, ...]:
+    """SHA-256 of each line of serve.api_key_file. ConfigError when it holds none."""
+    if spec.serve.api_key_file is None:
+        return ()
+    try:
+        lines = Path(spec.serve.api_key_file).read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise spec.error("serve.api_key_file", f"cannot be read: {problem}") from None
+    if not lines:
+        raise spec.error("serve.api_key_file", "must hold a key a line: it is empty")
+    return tuple(hashlib.sha256(line.encode()).digest() for line in lines)
+
+
+def application(spec: Spec) -> Application:
+    """The Serve application of a spec from `serving_spec`."""
+    settings, limits = spec.serve, spec.limits
+    options: dict[str, Any] = {"num_replicas": settings.num_replicas}
+    if settings.max_replicas:
+        options = {
+            "autoscaling_config": {
+                "min_replicas": settings.num_replicas,
+                "max_replicas": settings.max_replicas,
+                "target_ongoing_requests": limits.max_slots,
+            }
+        }
+    deployment: Any = serve.deployment(
+        name=DEPLOYMENT,
+        ray_actor_options={"num_cpus": DRIVER_CPUS},
+        placement_group_bundles=bundles(spec),
+        placement_group_strategy="STRICT_PACK",
+        max_ongoing_requests=2 * (limits.max_slots + limits.max_queue),
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        max_constructor_retry_count=START_TRIES,
+        **options,
+    )
+    return deployment(Replica).bind(spec, api_keys(spec))
+
+
+def build(args: dict[str, Any]) -> Application:
+    """For `serve run actors.serve:build config=cluster.yaml speculation.draft_tokens=5`."""
+    overrides = dict(args)
+    config = overrides.pop("config", None) or (
+        DEFAULT_FILE if Path(DEFAULT_FILE).is_file() else None
+    )
+    for key, value in overrides.items():
+        if isinstance(value, str):
+            overrides[key] = parse_set(f"{key}={value}")[1]
+    return application(serving_spec(config, overrides))
+
+
+def __getattr__(name: str) -> Application:
+    """`actors.serve:app` is the application of ./cluster.yaml, made when it is asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build({})
+
+
+def run_server(
+    config: str | Path | None, overrides: Mapping[str, object], say: Callable[[str], None]
+) -> None:
+    """What `outrider serve` does: serve until SIGINT or SIGTERM. say: prints a line."""
+    spec = serving_spec(config, overrides)
+    model_dir, model = spec.open_model()
+    log.setLevel(logging.WARNING)
+    say(f"{model_dir.name}: {effective_mode(spec.run_config(model, model_dir, 0), model)['line']}")
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        with serving(spec) as url:
+            say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
+            try:
+                threading.Event().wait()
+            finally:
+                say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
+
+
+@contextlib.contextmanager
+def serving(spec: Spec) -> Iterator[str]:
+    """A server from start to end: yields its URL once it answers. ConfigError, EngineDeadError."""
+    model_dir, model = spec.open_model()
+    spec.resolve_pages(model, model_dir)
+    app = application(spec)
+    engines = spec.serve.max_replicas or spec.serve.num_replicas
+    cluster = connect_ray(spec, engines=engines)
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        why = missing(bundles(spec), nodes)
+        if why is not None:
+            raise PlacementError(f"a replica cannot be placed: {why}")
+        serve.start(http_options={"host": spec.serve.host, "port": spec.serve.port})
+        serve.run(app, name=APPLICATION, route_prefix="/")
+        yield f"http://{spec.serve.host}:{spec.serve.port}/v1"
+    finally:
+        if ray.is_initialized():
+            if cluster.private:
+                serve.shutdown()
+            else:
+                serve.delete(APPLICATION)
+        cluster.close()

@@ -1,0 +1,25 @@
+"""A driver script: an engine in this process's own Ray cluster, asked in batches and streamed.
+
+    python examples/offline.py            (from the repository's root, where cluster.yaml is)
+It prints what the drafts saved: tokens an iteration.
+"""
+
+from __future__ import annotations
+
+from actors.engine import Engine, Sampling
+
+PROMPTS = ["To create a new project,", "By default, the server", "A view is a function that"]
+
+
+def main() -> None:
+    with Engine.from_config("cluster.yaml", draft_tokens=3) as engine:
+        for prompt, answer in zip(PROMPTS, engine.generate(PROMPTS, Sampling(max_tokens=32))):
+            print(f"{prompt}{answer.text}\n---")
+        for chunk in engine.stream(PROMPTS[0], Sampling(max_tokens=32, temperature=0.8, seed=7)):
+            print(chunk.text, end="", flush=True)
+        stats = engine.stats()
+    print(f"\n{stats['accepted']} of {stats['drafted']} drafts accepted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What the host knows of the requests on a rank, and of device work that nobody has read yet.
+
+    Join -> Slot (prompt so far, tokens so far, results under way)      a step -> Launched -> read
+
+Plain records of model/runner.py, which alone changes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model.step import Join, Sampling
+from parallel.device import Fetched
+
+
+@dataclass(slots=True)
+class Slot:
+    """What the host knows of a request in a slot."""
+
+    join: Join
+    draft_tokens: int
+    prefilled: int = 0
+    emitted: int = 0
+    last: int = -1
+    promised: int = 0
+    """Results under way; each brings one token at least."""
+    waiting: int = 0
+    """Rows of its last verify pass; 0 right after prefill."""
+    kept: int = 1
+    """Of those, the ones kept, as far as the host has read; 1 right after prefill."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.join.tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.join.sampling
+
+    @property
+    def decoding(self) -> bool:
+        return self.prefilled == len(self.join.tokens)
+
+    @property
+    def remaining(self) -> int:
+        return self.join.sampling.max_tokens - self.emitted
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that what is under way does not bring for certain."""
+        return self.remaining - self.promised
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Device work whose results nobody has read yet."""
+
+    firsts: list[tuple[Fetched, list[Slot]]]
+    """First tokens [E], and the slots whose prompts ended with them."""
+    verified: Fetched | None
+    batch_of: list[Slot]
+    """Slots of the iteration, and its targets [B, K+1] and kept [B]."""
+    limits: list[int]

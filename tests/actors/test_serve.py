@@ -1,0 +1,459 @@
+"""The bundled checkpoint behind Ray Serve and real HTTP, spoken to by the official client.
+
+Every answer is compared with the offline engine's without drafts, and drafts are asserted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import psutil
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from actors.engine import Engine, Sampling
+from actors.messages import Completion
+from actors.placement import start_private
+from actors.serve import build, serving, serving_spec
+from model.text import Tokenizer
+from tests.actors.conftest import hold_ray
+from tests.test_end_to_end import PROMPTS, TINY
+from tests.test_examples import python
+
+pytestmark = pytest.mark.ray
+SLOTS, QUEUE, K = 4, 28, 3
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Served:
+    """A server and, on the same cluster, an engine without drafts that says what is right."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.callback(
+            start_private(num_cpus=12, namespace="outrider", object_store_bytes=100 << 20).close
+        )
+        self._stack.callback(serve.shutdown)
+        overrides = {
+            "model": str(TINY), "draft_tokens": K, "serve.slots": SLOTS, "max_queue": QUEUE,
+            "port": free_port(), "queue_timeout_s": 120.0,
+        }  # fmt: skip
+        self.url = self._stack.enter_context(serving(serving_spec(None, overrides)))
+        self.root = self.url.removesuffix("/v1")
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=60, max_retries=0)
+        self.offline = self._stack.enter_context(
+            Engine.from_config(None, model=str(TINY), draft_tokens=0, max_slots=SLOTS)
+        )
+
+    def close(self) -> None:
+        self.client.close()
+        self._stack.close()
+
+    def right(self, prompt: Any, **how: Any) -> Completion:
+        (answer,) = self.offline.generate(prompt, Sampling(**how))
+        assert answer.stats.drafted == 0
+        return answer
+
+    def stats(self) -> dict[str, Any]:
+        return httpx.get(self.root + "/v1/stats").json()
+
+    def settle(self, limit_s: float = 10.0) -> dict[str, Any]:
+        """Stats once nothing is under way; asserts that everything came back."""
+        deadline = time.monotonic() + limit_s
+        while (stats := self.stats())["active"] or stats["queued"]:
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.05)
+        assert stats["free_pages"] == stats["num_pages"] - 1
+        return stats
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    yield hold_ray("serve", Served)
+    hold_ray(None)
+
+
+def test_health_says_what_is_effective(served: Served) -> None:
+    health = httpx.get(served.root + "/health").json()
+    assert health["status"] == "ok"
+    assert (health["mode"], health["slots"], health["draft_tokens"]) == ("multi-slot", SLOTS, K)
+    assert health["line"].startswith(f"{SLOTS} slots; multi-slot speculation is active: {K} drafts")
+    assert (health["head_group"], health["draft_body"]) == ([0, 1], "local")
+    assert [rank["rank"] for rank in health["ranks"]] == [0, 1]
+    assert health["epoch"] == 0
+
+
+def test_the_client_gets_the_offline_answer_streamed_and_not(served: Served) -> None:
+    assert [model.id for model in served.client.models.list()] == ["tiny"]
+    assert served.client.models.retrieve("tiny").id == "tiny"
+    right = served.right(PROMPTS[0], max_tokens=40)
+    how: dict[str, Any] = {
+        "model": "tiny", "prompt": PROMPTS[0], "max_tokens": 40, "temperature": 0
+    }  # fmt: skip
+    whole = served.client.completions.create(**how)
+    assert whole.choices[0].text == right.text
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    usage = whole.usage.model_dump()
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(right.prompt_ids), 40)
+    assert usage["speculation"]["accepted_tokens"] > 0
+    chunks = list(
+        served.client.completions.create(**how, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == right.text
+    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 5
+
+
+def test_a_chat_is_the_template_and_the_offline_answer(served: Served) -> None:
+    messages: Any = [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": [{"type": "text", "text": t} for t in ("What is a ", "view?")]},
+    ]
+    ids = Tokenizer(TINY).apply_chat_template(
+        [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What is a view?"}]
+    )
+    right = served.right(ids, max_tokens=30, temperature=0.7, seed=3)
+    how: dict[str, Any] = {
+        "model": "tiny", "messages": messages, "max_completion_tokens": 30, "temperature": 0.7,
+        "seed": 3, "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    whole = served.client.chat.completions.create(**how)
+    choice = whole.choices[0]
+    assert choice.message.content == right.text
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == len(right.token_ids)
+    assert all(len(one.top_logprobs) == 2 and one.logprob <= 0 for one in choice.logprobs.content)
+    text, told = "", 0
+    for chunk in served.client.chat.completions.create(**how, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if chunk.choices[0].logprobs and chunk.choices[0].logprobs.content:
+            told += len(chunk.choices[0].logprobs.content)
+    assert text == right.text
+    assert told == len(right.token_ids)
+
+
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 1},
+    {"temperature": 1.1, "seed": 2, "extra_body": {"top_k": 20, "min_p": 0.02}},
+    {"temperature": 0.0, "presence_penalty": 1.2, "frequency_penalty": 0.4},
+    {"temperature": 0.6, "seed": 5, "extra_body": {"repetition_penalty": 1.3}},
+    {"temperature": 0.0, "logit_bias": {"13": -100, "300": 4.0}},
+    {"temperature": 0.0, "extra_body": {"min_tokens": 12, "stop_token_ids": [14, 15, 16, 220]}},
+    {"temperature": 0.0, "extra_body": {"ignore_eos": True}},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.0, "stop": ["\n", "the"]},
+    {"temperature": 0.8, "seed": 8, "n": 3, "echo": True, "user": "u1"},
+)  # fmt: skip
+
+
+def test_every_parameter_gives_the_same_with_and_without_drafts(served: Served) -> None:
+    for number, parameters in enumerate(PARAMETERS):
+        extra = parameters.get("extra_body", {})
+        how: dict[str, Any] = {
+            "model": "tiny", "prompt": [PROMPTS[1], PROMPTS[2]], "max_tokens": 16, **parameters
+        }  # fmt: skip
+        answers = []
+        for off in ({}, {"speculation": {"draft_tokens": 0}}):
+            how["extra_body"] = {**extra, **off, "return_token_ids": True}
+            answers.append(served.client.completions.create(**how).model_dump())
+        on, off = answers
+        for one, other in zip(on["choices"], off["choices"], strict=True):
+            assert _rounded(one) == _rounded(other), parameters
+        assert on["usage"]["speculation"]["drafted_tokens"] > 0, parameters
+        assert off["usage"]["speculation"]["drafted_tokens"] == 0
+        assert len(on["choices"]) == 2 * parameters.get("n", 1), number
+
+
+def _rounded(choice: dict[str, Any]) -> Any:
+    """Log probabilities to four digits: their rows are computed in other batches."""
+    return json.loads(json.dumps(choice), parse_float=lambda text: round(float(text), 3))
+
+
+def test_stops_are_named_and_cut(served: Served) -> None:
+    plain = served.right(PROMPTS[0], max_tokens=60)
+    stop = plain.text[30:34]
+    before = plain.text[: plain.text.index(stop)]
+    for stream in (False, True):
+        how: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": PROMPTS[0],
+            "max_tokens": 60,
+            "temperature": 0,
+        }
+        got: Any = served.client.completions.create(
+            **how, stop=[stop, "\ufffd\ufffd"], stream=stream
+        )
+        chunks = list(got) if stream else [got]
+        assert "".join(c.choices[0].text for c in chunks) == before
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        stop_id = plain.token_ids[10]
+        got = served.client.completions.create(
+            **how, extra_body={"stop_token_ids": [stop_id], "return_token_ids": True}
+        )
+        count = plain.token_ids.index(stop_id) + 1
+        assert got.choices[0].token_ids == plain.token_ids[:count]
+        assert got.choices[0].finish_reason == "stop"
+    served.settle()
+
+
+def test_the_example_client_gets_its_answers(served: Served, repo: Path) -> None:
+    out = python(repo, "examples/ask_server.py", served.url)
+    right = served.right("To create a new project,", max_tokens=32)
+    assert right.text in out
+    assert "'drafted_tokens': " in out
+
+
+def test_the_examples_of_the_documentation_run(served: Served, repo: Path) -> None:
+    text = (
+        (repo / "docs/serving.md").read_text("utf-8").replace("http://127.0.0.1:8000", served.root)
+    )
+    shell = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert (len(shell), len(code)) == (2, 1)
+    out = [
+        subprocess.run(
+            ["bash", "-c", one], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+        for one in shell
+    ]
+    right = served.right("To create a new project,", max_tokens=24)
+    assert json.loads(out[0])["choices"][0]["text"] == right.text
+    assert out[1].rstrip().endswith("data: [DONE]")
+    assert '"accepted_tokens":' in out[1]
+    assert "drafted_tokens" in python(repo, "-c", code[0])
+
+
+def test_the_kept_serve_config_is_what_is_built(repo: Path) -> None:
+    config = ServeDeploySchema.model_validate(
+        yaml.safe_load((repo / "examples/serve.yaml").read_text())
+    )
+    (application,) = config.applications
+    assert application.import_path == "actors.serve:build"
+    app = build({"config": str(repo / application.args["config"])})
+    assert app._bound_deployment.name == "Outrider"
+
+
+@pytest.mark.slow
+def test_serve_run_starts_the_application_of_cluster_yaml(served: Served, repo: Path) -> None:
+    """On the cluster of the other server, under a prefix, until Ctrl-C."""
+    words = ["serve", "run", "--address", ray.get_runtime_context().gcs_address, "--name", "second"]
+    words += ["--route-prefix", "/second", "actors.serve:app"]
+    command = [sys.executable, "-m", "ray.serve.scripts", *words[1:]]
+    with subprocess.Popen(
+        command, cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)}
+    ) as process:
+        try:
+            deadline = time.monotonic() + 90
+            while httpx.get(served.root + "/second/health", timeout=60).status_code != 200:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+            answer = httpx.post(served.root + "/second/v1/completions", json=body, timeout=30)
+            text = answer.json()["choices"][0]["text"]
+            assert text == served.right(PROMPTS[0], max_tokens=12).text
+        finally:
+            serve.delete("second")
+            process.kill()
+
+
+def test_errors_reach_the_client_as_its_own(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        served.client.completions.create(model="tiny", prompt="a", best_of=2)
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        served.client.completions.create(model="gpt", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="1 too many"):
+        served.client.completions.create(model="tiny", prompt=[1] * 4096)
+
+
+async def one_client(
+    http: httpx.AsyncClient, number: int, body: dict[str, Any], leave_after: int | None
+) -> tuple[int, str, str | None]:
+    """Streams one request; -> its number, the text and its end, None where the client left."""
+    text = ""
+    async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        finish, events = None, 0
+        async for line in response.aiter_lines():
+            if not line or line == "data: [DONE]":
+                continue
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            text += choice["text"]
+            finish = choice["finish_reason"] or finish
+            events += 1
+            if events == leave_after:
+                return number, text, None
+    return number, text, finish
+
+
+def test_32_streams_of_all_kinds_are_each_the_offline_answer(served: Served) -> None:
+    dice = random.Random(4)
+    bodies, rights, leaving = [], [], {}
+    for number in range(32):
+        prompt = PROMPTS[number % len(PROMPTS)][: dice.choice([20, 60, 400])]
+        how: dict[str, Any] = {"max_tokens": dice.choice([3, 17, 40])}
+        how |= {"temperature": 0.8, "seed": number} if number % 3 == 1 else {"temperature": 0.0}
+        how |= {"presence_penalty": 0.7} if number % 5 == 2 else {}
+        stop = ["e ", "."] if number % 4 == 3 else []
+        if number % 8 == 0:
+            how["max_tokens"] = 2000
+            leaving[number] = dice.choice([1, 3])
+        bodies.append({"prompt": prompt, "stop": stop, **how})
+        most = 60 if number in leaving else how["max_tokens"]
+        rights.append((prompt, stop, Sampling(**{**how, "max_tokens": most})))
+    answers = served.offline.generate([p for p, _, _ in rights], [s for _, _, s in rights])
+    before = served.settle()
+
+    async def all_of_them() -> list[tuple[int, str, str | None]]:
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=served.root, timeout=90, limits=limits) as http:
+            return await asyncio.gather(
+                *(one_client(http, i, body, leaving.get(i)) for i, body in enumerate(bodies))
+            )
+
+    for number, text, finish in asyncio.run(all_of_them()):
+        right, stop = answers[number], rights[number][1]
+        ends = [end for s in stop if (end := right.text.find(s)) >= 0]
+        if number in leaving:
+            assert finish is None
+            assert text
+            assert right.text.startswith(text)
+        elif ends:
+            assert (text, finish) == (right.text[: min(ends)], "stop"), number
+        else:
+            assert (text, finish) == (right.text, right.finish_reason), number
+    after = served.settle()
+    assert after["requests_aborted"] - before["requests_aborted"] == len(leaving)
+    assert after["accepted"] > before["accepted"]
+
+
+def test_two_runs_are_byte_identical(served: Served) -> None:
+    def answer() -> bytes:
+        body = {"prompt": PROMPTS[3], "max_tokens": 32, "temperature": 0.9, "seed": 11, "n": 2}
+        choices = httpx.post(served.url + "/completions", json=body, timeout=60).json()["choices"]
+        return json.dumps(choices).encode()
+
+    assert answer() == answer()
+
+
+def test_a_client_that_leaves_during_prefill_ends_it_within_a_chunk(served: Served) -> None:
+    before = served.settle()
+    body = {"prompt": [5] * 4000, "max_tokens": 5}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(served.url + "/completions", json=body, timeout=httpx.Timeout(5, read=0.15))
+    after = served.settle()
+    assert after["requests_aborted"] - before["requests_aborted"] == 1
+    assert after["steps"] - before["steps"] < 8  # 8 chunks of 512 are the whole prompt
+    assert after["tokens"] == before["tokens"]
+
+
+def test_more_than_queue_and_slots_hold_are_429_and_the_rest_are_answered(served: Served) -> None:
+    count = SLOTS + QUEUE + 30
+    body = {"prompt": "a", "max_tokens": 16, "temperature": 0}
+
+    async def all_of_them() -> list[Any]:
+        limits = httpx.Limits(max_connections=count)
+        async with httpx.AsyncClient(base_url=served.root, timeout=90, limits=limits) as http:
+            return await asyncio.gather(
+                *(http.post("/v1/completions", json=body) for _ in range(count))
+            )
+
+    answers = asyncio.run(all_of_them())
+    codes = [a.status_code for a in answers]
+    assert set(codes) == {200, 429}
+    assert codes.count(200) >= SLOTS + QUEUE
+    for refused in (a for a in answers if a.status_code == 429):
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+    assert len({a.json()["choices"][0]["text"] for a in answers if a.status_code == 200}) == 1
+    served.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_requests_leave_nothing_behind(served: Served) -> None:
+    """No page, slot, file or task; ten of each 25 stream, nine of them are left early."""
+    dice = random.Random(0)
+    bodies = [
+        {"prompt": dice.choice(PROMPTS)[:80], "max_tokens": dice.randint(1, 12), "seed": i}
+        for i in range(1000)
+    ]
+
+    async def some(bodies: list[dict[str, Any]]) -> None:
+        async with httpx.AsyncClient(base_url=served.root, timeout=90) as http:
+            calls: list[Any] = [http.post("/v1/completions", json=b) for b in bodies[10:]]
+            calls += [one_client(http, i, b, i or None) for i, b in enumerate(bodies[:10])]
+            answers = await asyncio.gather(*calls)
+        assert {a.status_code for a in answers[:-10]} == {200}
+
+    asyncio.run(some(bodies[:25]))
+    pids = served.settle()["engine"]
+    processes = [psutil.Process(p["pid"]) for p in (pids["driver"], *pids["ranks"])]
+    before, files = served.settle(), [process.num_fds() for process in processes]
+    for start in range(0, 1000, 25):
+        asyncio.run(some(bodies[start : start + 25]))
+    time.sleep(1.0)
+    after = served.settle()
+    assert after["requests_submitted"] - before["requests_submitted"] == 1000
+    assert after["tasks"] <= before["tasks"] + 2
+    for process, count in zip(processes, files, strict=True):
+        assert process.num_fds() <= count + 8
+
+
+@pytest.mark.slow
+def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
+    tmp_path: Path, repo: Path
+) -> None:
+    """`outrider serve` with HAProxy and its own cluster; SIGTERM while a stream is open."""
+    hold_ray(None)
+    keys, port = tmp_path / "keys", free_port()
+    keys.write_text("sk-one\nsk-two\n")
+    command = [sys.executable, "-m", "actors.cli", "serve", "--model", str(TINY)]
+    command += ["--port", str(port), "--set", f"serve.api_key_file={keys}"]
+    command += ["--set", "serve.slots=1", "--set", "speculation.draft_tokens=auto"]
+    root = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            says = [process.stderr.readline()]
+            while "ready: " not in says[-1]:
+                assert says[-1], "".join(says)
+                says.append(process.stderr.readline())
+            assert any("1 slot; single-slot speculation is active: 0 to 5" in line for line in says)
+            assert httpx.get(root + "/health").json()["mode"] == "single-slot"
+            assert httpx.get(root + "/v1/models").status_code == 401
+            client = openai.OpenAI(base_url=root + "/v1", api_key="sk-two", timeout=60)
+            how: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
+            stream = client.completions.create(**how, max_tokens=600, stream=True)
+            first = next(stream)
+            process.send_signal(signal.SIGTERM)
+            chunks = [first, *stream]
+            assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

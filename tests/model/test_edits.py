@@ -1,0 +1,189 @@
+"""Penalties, bias, bans and log probabilities: what they do, and that drafts do not change it.
+
+The oracle edits one row at a time from the whole text, in plain Python. Every comparison of on and
+off asserts that drafts were made, and that the edits really changed the text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from model.edits import LogitEdits, log_probs
+from model.step import Join, Sampling
+from parallel.device import open_device
+from parallel.group import alone
+from tests import checkpoints
+from tests.ranks import Output, Team
+
+NUM_NEW, EOS = 16, 159
+PROMPTS = [[3, 5, 8, 13], [21] * 9, list(range(40, 73))]
+CASES = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "negative": {"presence_penalty": 1.9, "frequency_penalty": -0.2},
+    "repetition": {"repetition_penalty": 1.4},
+    "bias": {"logit_bias": ((17, 3.0), (42, -100.0), (99, 2.5))},
+    "min_tokens": {"logit_bias": ((EOS, 6.0),), "min_tokens": 9, "stop_ids": (EOS,)},
+    "all": {
+        "presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.1,
+        "logit_bias": ((17, 1.0),), "min_tokens": 12, "stop_ids": (EOS, 17),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def teams(tmp_path_factory) -> dict[int, Team]:
+    text = checkpoints.config()
+    weights = checkpoints.random_weights(text, seed=11)
+    folder = checkpoints.write(tmp_path_factory.mktemp("edits"), text, weights)
+    return {
+        0: Team(folder, draft_tokens=0),
+        3: Team(folder, draft_tokens=3, tensor_parallel=2),
+        8: Team(folder, draft_tokens=8),
+    }
+
+
+def how(case: str, **changes: object) -> Sampling:
+    keys: dict = {"max_tokens": NUM_NEW, "seed": 5, **CASES[case], **changes}
+    return Sampling(**keys)
+
+
+def same(out: Output, off: Output) -> None:
+    assert (out.tokens, out.finish) == (off.tokens, off.finish)
+    assert out.drafted > 0
+    assert off.drafted == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("case", CASES)
+def test_on_equals_off_alone_and_in_a_batch(
+    teams: dict[int, Team], case: str, temperature: float
+) -> None:
+    sampling = how(case, temperature=temperature)
+    off = [teams[0].generate([(prompt, sampling)])[0] for prompt in PROMPTS]
+    plain = teams[0].generate(
+        [(p, Sampling(max_tokens=NUM_NEW, seed=5, temperature=temperature)) for p in PROMPTS]
+    )
+    assert [o.tokens for o in off] != [o.tokens for o in plain], "the edits changed nothing"
+    others = [(PROMPTS[1], Sampling(max_tokens=30)), (PROMPTS[0], how("repetition", seed=9))]
+    same(teams[8].generate([(PROMPTS[0], sampling)])[0], off[0])
+    batch = teams[3].generate([*((p, sampling) for p in PROMPTS), *others], stagger=1)
+    for out, alone_off in zip(batch, off):
+        same(out, alone_off)
+
+
+def test_the_oracle_edits_the_same(teams: dict[int, Team]) -> None:
+    """Each token is the argmax of logits edited by hand from all the text before it."""
+    team = teams[3]
+    sampling = how("all", max_tokens=12, min_tokens=10)
+    (out,) = team.generate([(PROMPTS[0], sampling)])
+    model = checkpoints.transformers_model(
+        text := checkpoints.config(), checkpoints.random_weights(text, seed=11)
+    )
+    for index in range(len(out.tokens)):
+        emitted = out.tokens[:index]
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPTS[0] + emitted])).logits[0, -1].double()
+        assert (
+            int(edited_by_hand(logits, PROMPTS[0], emitted, sampling).argmax())
+            == (out.tokens[index])
+        )
+
+
+def edited_by_hand(logits, prompt: list[int], emitted: list[int], how: Sampling):
+    logits = logits.clone()
+    for token in {*prompt, *emitted}:
+        value = logits[token]
+        rate = how.repetition_penalty
+        logits[token] = value / rate if value > 0 else value * rate
+    for token, count in Counter(emitted).items():
+        logits[token] -= how.frequency_penalty * count + how.presence_penalty
+    for token, value in how.logit_bias:
+        logits[token] += value
+    if len(emitted) < how.min_tokens:
+        logits[list(how.stop_ids)] = float("-inf")
+    return logits
+
+
+def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit() -> None:
+    edits = LogitEdits(4, 32, open_device("cpu", 0, alone()))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 50, generator=generator) * 4
+    strong = Sampling(
+        max_tokens=9, presence_penalty=-1.5, frequency_penalty=2.0, repetition_penalty=0.7,
+        logit_bias=((7, 3.0), (7, 1.0), (0, -2.0)), min_tokens=3, stop_ids=(49, 7),
+    )  # fmt: skip
+    prompt, emitted = [1, 2, 2, 7], [2, 9, 9, 0]
+    edits.reset(Join(slot=2, request=0, tokens=prompt, pages=[], sampling=strong))
+    edits.note(torch.tensor([2]), torch.tensor([4]), torch.tensor([emitted]))
+    slots, positions = torch.tensor([2, 1, 2]), torch.tensor([6, 9, 8])
+    out = edits.apply(logits, slots, positions, reach=32)
+    assert torch.equal(out[1], logits[1])
+    for row, known in ((0, emitted[:2]), (2, emitted)):
+        expected = edited_by_hand(logits[row].double(), prompt, known, strong)
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-6, atol=1e-6)
+    edits.reset(Join(slot=2, request=1, tokens=prompt, pages=[], sampling=Sampling()))
+    assert torch.equal(edits.apply(logits, slots, positions, reach=32), logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probabilities_are_the_models_own_with_and_without_drafts(
+    teams: dict[int, Team], temperature: float
+) -> None:
+    """Of the unedited distribution, for every token, also when others in the batch want none."""
+    sampling = how("presence", logprobs=3, temperature=temperature)
+    off = [teams[0].generate([(prompt, sampling)])[0] for prompt in PROMPTS]
+    text = checkpoints.config()
+    model = checkpoints.transformers_model(text, checkpoints.random_weights(text, seed=11))
+    with torch.inference_mode():
+        ids = torch.tensor([PROMPTS[0] + off[0].tokens])
+        logs = model(ids).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+    assert [row[0][0] for row in off[0].logprobs] == off[0].tokens
+    values = torch.tensor([[value for _, value in row] for row in off[0].logprobs])
+    own = logs.gather(1, torch.tensor(off[0].tokens).unsqueeze(1))
+    best = logs.topk(3, -1)
+    torch.testing.assert_close(values, torch.cat((own, best.values), 1), rtol=1e-4, atol=1e-4)
+    assert [[i for i, _ in row[1:]] for row in off[0].logprobs] == best.indices.tolist()
+    mixed = [
+        *((p, sampling) for p in PROMPTS),
+        (PROMPTS[2], Sampling(max_tokens=20, logprobs=0, seed=1)),
+        (PROMPTS[1], Sampling(max_tokens=20, temperature=0.7, seed=1)),
+        (PROMPTS[0], Sampling(max_tokens=20)),
+    ]
+    outs = teams[3].generate(mixed, stagger=1)
+    for out, alone_off in zip(outs, off):
+        same(out, alone_off)
+        assert len(out.logprobs) == len(out.tokens)
+        for row, other in zip(out.logprobs, alone_off.logprobs):
+            assert [i for i, _ in row] == [i for i, _ in other]
+            assert [v for _, v in row] == pytest.approx([v for _, v in other], abs=1e-4)
+    assert [len(row) for row in outs[3].logprobs] == [1] * 20
+    assert outs[4].logprobs == outs[5].logprobs == []
+
+
+def test_log_probs_of_ties_and_of_none() -> None:
+    ids, values = log_probs(torch.zeros(2, 4), torch.tensor([3, 1]), 0)
+    assert ids.tolist() == [[3], [1]]
+    assert values.tolist() == [[pytest.approx(-(torch.tensor(4.0).log().item()))]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", ((1, 101.0),)),
+        ("logit_bias", tuple((i, 0.0) for i in range(301))),
+        ("min_tokens", 17),
+        ("logprobs", 21),
+        ("stop_ids", tuple(range(129))),
+    ],
+)
+def test_values_out_of_range_are_named(name: str, value: object) -> None:
+    keys: dict = {name: value}
+    with pytest.raises(ValueError, match=rf"sampling\.{name} = "):
+        Sampling(**keys)
