@@ -192,11 +192,9 @@ class Iteration:
         scorer = Fp8Head(head) if self.run.draft_head == "fp8" else head
         return MtpDrafter(MtpDraft(model, tensors, table, pages, own), scorer, self.slots)
 
-    def prefill(self, chunk: Chunk) -> tuple[Tensor, ...] | None:
-        """Run prompt tokens; -> the first token [E] of each prompt that ends here, or None.
-
-        Where log probabilities are wished, those of the sampled prompts follow (`log_probs`).
-        """
+    def prefill(self, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
+        """Run prompt tokens; of the prompts that end here, if any, -> the greedy first token [E]
+        and the hidden that made it [E, H]."""
         state = self.slots
         rows = state.rows(
             chunk.slots,
@@ -216,16 +214,25 @@ class Iteration:
             return None
         slots, at = chunk.slots[chunk.ends], chunk.counts[chunk.ends] - 1
         last = hidden[chunk.ends, at]  # [E, H]
-        tokens, known = self.head.greedy(last), ()
-        if chunk.sampled is not None:
-            who = slots[chunk.sampled]
-            logits, reach = self.head.logits(last[chunk.sampled]), self._span(chunk)
-            picked, *known = state.pick(logits, who, state.length[who], chunk.wishes, reach)
-            tokens = tokens.index_copy(0, chunk.sampled, picked)
+        tokens = self.head.greedy(last)
         state.last[slots] = tokens
         state.kept.index_fill_(0, slots, 1)
         state.fresh[slots, 0], state.hidden[slots, 0] = tokens, last
-        return (tokens, *known)
+        return tokens, last
+
+    def pick_firsts(self, chunk: Chunk, tokens: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+        """What prefill returned -> the tokens, picked anew where a prompt's slot needs logits.
+
+        Where log probabilities are wished, those of such prompts follow (`log_probs`).
+        """
+        if chunk.sampled is None or chunk.ends is None:
+            return (tokens,)
+        state, who = self.slots, chunk.slots[chunk.ends][chunk.sampled]
+        logits, reach = self.head.logits(last[chunk.sampled]), self._span(chunk)
+        picked, *known = state.pick(logits, who, state.length[who], chunk.wishes, reach)
+        state.last[who] = picked
+        state.fresh[who, 0] = picked
+        return (tokens.index_copy(0, chunk.sampled, picked), *known)
 
     def iterate(self, batch: Batch, run: RunPiece = at_once) -> tuple[Tensor, ...]:
         """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]].

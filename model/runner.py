@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,8 +69,8 @@ class Runner:
         self._launched: deque[Launched] = deque()
         self._graphs = Graphs(self.device)
         self._chunks: dict[int, Chunk] = {}
-        self._batches: dict[tuple[int, int], Batch] = {}
-        """With graphs: what captured chunks (by width) and iterations (by size and K) read."""
+        self._batches: dict[tuple[object, ...], Batch] = {}
+        """With graphs: what captured chunks (by width) and iterations (by shape) read."""
         self._sent: dict[int, list[int]] = {}
         """Values that a standing batch's tensors hold, by their id: only changes are sent."""
         self.buckets = run.batch_buckets or self._default_buckets()
@@ -194,9 +195,10 @@ class Runner:
         if self.run.ablation.sync_each_draft:
             pieces = ablation.synced(self._graphs, self.device, batch)
             results = self.iteration.iterate(batch, pieces)
-        elif batch.sampled is None:
-            key = (len(batch.slots), batch.num_drafts)
-            results = self._graphs.run(key, lambda: self.iteration.iterate(batch))
+        elif batch.sampled is None or self.device.capabilities.sampled_graphs:
+            key, needed = _key(batch), batch.sampled is None
+            work = partial(self.iteration.iterate, batch)
+            results = self._graphs.run(key, work, needed=needed)
         else:
             results = self.iteration.iterate(batch)
         for slot in held:
@@ -212,8 +214,10 @@ class Runner:
         padding = next((n for n in self.buckets if n >= len(held)), len(held)) - len(held)
         slots = [s.join.slot for s in held] + [run.max_slots] * padding
         own_limits = limits + [0] * padding
-        if graphs and not sampled:
-            return self._standing_batch(slots, own_limits, k, held)
+        wishes = Wishes.of([held[i].sampling for i in sampled])
+        if graphs and (not sampled or self.device.capabilities.sampled_graphs):
+            sampled = _padded(sampled, len(slots))
+            return self._standing_batch(slots, own_limits, k, held, sampled, wishes)
         reach = max(len(s.prompt) + s.emitted for s in held) + (self.run_ahead + 1) * (
             run.draft_tokens + 1
         )
@@ -228,7 +232,7 @@ class Runner:
             num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
             sampled=self._ints(sampled) if sampled else None,
             reach=self._reach(held, len(slots), k, width),
-            wishes=Wishes.of([held[i].sampling for i in sampled]),
+            wishes=wishes,
         )
 
     def _reach(
@@ -248,30 +252,37 @@ class Runner:
         return first, *later, [p + k + 1 for p in length] + [k + 1] * padding
 
     def _standing_batch(
-        self, slots: list[int], limits: list[int], k: int, held: list[Slot]
+        self,
+        slots: list[int],
+        limits: list[int],
+        k: int,
+        held: list[Slot],
+        sampled: list[int],
+        wishes: Wishes,
     ) -> Batch:
         """The batch whose tensors (and lists) a captured iteration reads, with these values.
 
         Width, factor rows and pages are the most there can be: counts on the device say the rest.
         """
-        key, width = (len(slots), k), self.run.draft_tokens + 1
+        width = self.run.draft_tokens + 1
         reach = self._reach(held, len(slots), k, width)
-        if key not in self._batches:
-            self._batches[key] = Batch(
-                slots=self._ints(slots),
-                limits=self._ints(limits),
-                num_drafts=k,
-                width=width,
-                waiting=width,
-                num_pages=self.iteration.slots.max_pages,
-                sampled=None,
-                reach=reach,
-            )
-        batch = self._batches[key]
+        fresh = Batch(
+            slots=self._ints(slots),
+            limits=self._ints(limits),
+            num_drafts=k,
+            width=width,
+            waiting=width,
+            num_pages=self.iteration.slots.max_pages,
+            sampled=self._ints(sampled) if sampled else None,
+            reach=reach,
+            wishes=wishes,
+        )
+        batch = self._batches.setdefault(_key(fresh), fresh)
         for standing, now in zip(batch.reach or (), reach or ()):
             standing[:] = now
-        for tensor, values in ((batch.slots, slots), (batch.limits, limits)):
-            if self._sent.get(id(tensor)) != values:
+        for name, values in (("slots", slots), ("limits", limits), ("sampled", sampled)):
+            tensor = getattr(batch, name)
+            if values and self._sent.get(id(tensor)) != values:
                 tensor.copy_(self._ints(values))
                 self._sent[id(tensor)] = values
         return batch
@@ -280,10 +291,7 @@ class Runner:
         """Powers of two up to the slots where graphs are captured by batch size, else none."""
         if not self.device.capabilities.graphs:
             return ()
-        sizes = [1]
-        while sizes[-1] < self.run.max_slots:
-            sizes.append(min(2 * sizes[-1], self.run.max_slots))
-        return tuple(sizes)
+        return tuple(_powers(self.run.max_slots))
 
     def _launch_prefill(self) -> list[tuple[Fetched, list[Slot]]]:
         """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
@@ -332,14 +340,27 @@ class Runner:
     def _prefill(
         self, taken: list[tuple[Slot, int]], width: int
     ) -> tuple[tuple[Tensor, ...] | None, list[Slot]]:
-        """One slot's greedy chunk replays a graph of its width; anything else runs eagerly."""
-        slot = taken[0][0]
-        graphs = self.device.capabilities.prompt_graphs and len(taken) == 1
-        if not graphs or slot.sampling.needs_logits:
+        """One slot's chunk replays a graph of its width; anything else runs eagerly.
+
+        A first token that needs logits is picked after the replay, which picks the likeliest.
+        """
+        if not self.device.capabilities.prompt_graphs or len(taken) > 1:
             chunk, ending = self._chunk(taken, width)
-            return self.iteration.prefill(chunk), ending
-        width = self._prefill_width(width)
-        fresh, ending = self._chunk(taken, width)
+            first = self.iteration.prefill(chunk)
+        else:
+            width = self._prefill_width(width)
+            chunk, ending = self._chunk(taken, width)
+            first = self._graphs.run(
+                ("prefill", width),
+                partial(self.iteration.prefill, self._standing_chunk(chunk, width)),
+                needed=False,
+            )
+        if not ending or first is None:
+            return None, ending
+        return self.iteration.pick_firsts(chunk, *first), ending
+
+    def _standing_chunk(self, fresh: Chunk, width: int) -> Chunk:
+        """The chunk whose tensors a captured prefill reads, with these values in them."""
         if width not in self._chunks:
             most = self.iteration.slots.max_pages
             ends = self._ints([0])  # always computed; it means something where a prompt ends
@@ -347,10 +368,7 @@ class Runner:
         chunk = self._chunks[width]
         for name in ("slots", "tokens", "following", "first", "counts", "known"):
             getattr(chunk, name).copy_(getattr(fresh, name))
-        first = self._graphs.run(
-            ("prefill", width), lambda: self.iteration.prefill(chunk), needed=False
-        )
-        return first if ending else None, ending
+        return chunk
 
     def _prefill_widths(self) -> list[int]:
         """Widths that a captured chunk is padded to: powers of two up to prefill_chunk."""
@@ -394,7 +412,7 @@ class Runner:
         if launched.verified is None:
             return progress
         targets_of, kept_of, *known = launched.verified.wait()
-        logprobs = _log_probs(launched.batch_of, known)
+        logprobs = _log_probs(launched.batch_of, known, targets_of.shape[1])
         rows = zip(launched.batch_of, launched.limits, targets_of.tolist(), kept_of.tolist())
         for slot, limit, targets, kept in rows:
             slot.kept = kept
@@ -408,7 +426,7 @@ class Runner:
         progress = []
         for fetched, slots in launched.firsts:
             first, *known = fetched.wait()
-            logprobs = _log_probs(slots, known)
+            logprobs = _log_probs(slots, known, 1)
             for slot, token in zip(slots, first.tolist(), strict=True):
                 progress += self._advance(slot, [token], logprobs, verified=False)
         launched.firsts.clear()
@@ -452,17 +470,42 @@ class Runner:
         ]
 
 
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` at the end."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    return sizes
+
+
+def _padded(sampled: list[int], size: int) -> list[int]:
+    """Up to a power of two by the first one again, which changes no result.
+
+    Never up to `size`, the batch: as many as that says that no slot is left to be greedy.
+    """
+    wanted = 1 << (len(sampled) - 1).bit_length() if sampled else 0
+    most = max(len(sampled), size - 1)
+    return sampled + sampled[:1] * (min(wanted, most) - len(sampled))
+
+
+def _key(batch: Batch) -> tuple[object, ...]:
+    """What decides the shape of an iteration's work, so that it is captured once for each."""
+    key = (len(batch.slots), batch.num_drafts)
+    return key if batch.sampled is None else (*key, len(batch.sampled), batch.wishes)
+
+
 def _log_probs(
-    slots: Sequence[Slot], known: Sequence[Tensor]
+    slots: Sequence[Slot], known: Sequence[Tensor], num_rows: int
 ) -> dict[int, list[list[tuple[int, float]]]]:
     """By request, of each of its rows: (id, log probability) of the token and the likeliest.
 
-    known: ids and values [N, 1 + top] of the rows of all slots that need logits, or nothing.
+    known: ids and values [N, 1 + top] of the num_rows rows of each slot that needs logits, slots
+    that were padded to follow; or nothing.
     """
     if not known:
         return {}
     owners = [slot for slot in slots if slot.sampling.needs_logits]
-    ids, values = (part.view(len(owners), -1, part.shape[-1]).tolist() for part in known)
+    ids, values = (part.view(-1, num_rows, part.shape[-1]).tolist() for part in known)
     return {
         slot.join.request: [
             list(zip(row[: top + 1], logs[: top + 1]))

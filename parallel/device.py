@@ -118,6 +118,11 @@ class Capabilities:
         """Prompt chunks can be captured: nothing about them is decided on the host."""
         return self.graphs and not self.host_lengths
 
+    @property
+    def sampled_graphs(self) -> bool:
+        """Iterations with slots that need logits are captured too, by how many they are."""
+        return self.prompt_graphs
+
 
 class Ops(Protocol):
     """Every operation of the model. Weights are [out, in]; norms compute in float32."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from torch import Tensor
 from model import ablation
 from model.config import Ablation
 from model.gdn import GatedDeltaNet
-from model.runner import Runner
 from model.step import Sampling
-from parallel.device import Capabilities, Device, Recalled, open_device
-from parallel.graph import Graphs
+from parallel.device import Device, open_device
 from parallel.group import alone
 from parallel.vocab import LMHead
 from tests import checkpoints
+from tests.graphs import record
 from tests.ranks import Output, Team, serve
 
 NUM_NEW = 20
@@ -139,60 +137,13 @@ def test_probabilities_of_all_ids_are_kept_for_the_check(
     assert (3, 3, 4, 160) in seen
 
 
-class Recording:
-    """Graphs on the CPU: work is recorded at its second run, and replayed into the same tensors."""
-
-    def __init__(self, runner: Runner) -> None:
-        it = runner.iteration
-        assert it.draft_pages is not None
-        owners = (it.slots, it.states, it.pages, it.draft_pages)
-        self.memory = [tensor for owner in owners for tensor in owner.tensors()]
-        self.memory.append(it.states.kept)
-        self.names: list[Any] = []
-
-    def capture(self, graphs: Graphs, key: Any, work: Callable[[], Any]) -> tuple[Any, Any]:
-        """Run the work for its outputs, and take back what it did: capturing does nothing."""
-        before = [tensor.clone() for tensor in self.memory]
-        outputs = work()
-        for tensor, old in zip(self.memory, before, strict=True):
-            tensor.copy_(old)
-        self.names.append(key)
-        graph = Recorded(work, outputs)
-        graphs._graphs[key] = (graph, outputs)
-        return graph, outputs
-
-
-class Recorded:
-    def __init__(self, work: Callable[[], Any], outputs: Any) -> None:
-        self.work, self.outputs = work, outputs
-
-    def replay(self) -> None:
-        for old, fresh in zip(flat(self.outputs), flat(self.work()), strict=True):
-            old.copy_(fresh)
-
-
-def flat(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    if isinstance(outputs, Recalled):
-        outputs = [getattr(outputs, field.name) for field in fields(outputs)]
-    return [t for part in outputs or () for t in flat(part)] if outputs is not None else []
-
-
-def test_an_iteration_in_pieces_is_captured_pass_by_pass(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iteration_in_pieces_is_captured_pass_by_pass(folder: Path) -> None:
     """What a piece reads of another must lie where the other's replay writes it."""
     how = [(p, Sampling(max_tokens=NUM_NEW, ignore_eos=True)) for p in PROMPTS[:1]]
     want = Team(folder, draft_tokens=3).generate(how)
     team = Team(folder, draft_tokens=3, ablation=Ablation(sync_each_draft=True))
     (runner,) = team.runners
-    graphs = replace(runner.device, capabilities=Capabilities(graphs=True))
-    recording = Recording(runner)
-    monkeypatch.setattr(
-        Graphs, "_capture", lambda self, key, work: recording.capture(self, key, work)
-    )
-    runner.device, runner._graphs = graphs, Graphs(graphs)
+    captured = record(runner)
     assert serve(runner, how) == want
-    pieces = [key for key in recording.names if key[0] != "prefill"]
+    pieces = [key for key in captured() if key[0] != "prefill"]
     assert pieces == [(1, 3, name) for name in ("recall", 0, 1, 2, "drafts", "verify")]

@@ -7,6 +7,7 @@ off asserts that drafts were made, and that the edits really changed the text.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from model.step import Join, Sampling
 from parallel.device import open_device
 from parallel.group import alone
 from tests import checkpoints
-from tests.ranks import Output, Team
+from tests.graphs import record
+from tests.ranks import Output, Team, serve
 
 NUM_NEW, EOS = 16, 159
 PROMPTS = [[3, 5, 8, 13], [21] * 9, list(range(40, 73))]
@@ -162,6 +164,29 @@ def test_log_probabilities_are_the_models_own_with_and_without_drafts(
             assert [v for _, v in row] == pytest.approx([v for _, v in other], abs=1e-4)
     assert [len(row) for row in outs[3].logprobs] == [1] * 20
     assert outs[4].logprobs == outs[5].logprobs == []
+
+
+def test_captured_iterations_pick_the_same(teams: dict[int, Team], tmp_path: Path) -> None:
+    """Greedy, drawn, edited and reported slots side by side, each shape of batch captured once."""
+    text = checkpoints.config()
+    folder = checkpoints.write(tmp_path, text, checkpoints.random_weights(text, seed=11))
+    team = Team(folder, draft_tokens=3)
+    (runner,) = team.runners
+    captured = record(runner)
+    requests = [
+        (PROMPTS[0], Sampling(max_tokens=2 * NUM_NEW)),
+        (PROMPTS[1], how("all", temperature=0.9, max_tokens=2 * NUM_NEW)),
+        (PROMPTS[2], how("presence", logprobs=2)),
+        (PROMPTS[1], Sampling(max_tokens=NUM_NEW, temperature=1.1, seed=3)),
+        (PROMPTS[0], Sampling(max_tokens=NUM_NEW, logprobs=1)),
+    ]
+    for _ in range(2):
+        got, want = serve(runner, requests), teams[3].generate(requests)
+        for out, off in zip(got, want, strict=True):
+            assert (out.tokens, out.finish, out.kept) == (off.tokens, off.finish, off.kept)
+    wishes = {key[3] for key in captured() if len(key) == 4}
+    assert any(w.drawn and w.edited for w in wishes)
+    assert any(w.logprobs for w in wishes)
 
 
 def test_log_probs_of_ties_and_of_none() -> None:
