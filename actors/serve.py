@@ -201,15 +201,14 @@ def run_server(
     model_dir, model = spec.open_model()
     log.setLevel(logging.WARNING)
     say(f"{model_dir.name}: {effective_mode(spec.run_config(model, model_dir, 0), model)['line']}")
-    with contextlib.suppress(KeyboardInterrupt):
-        with serving(spec) as url:
-            # Not before: ray.init sets a handler of its own.
-            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-            say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
-            try:
-                threading.Event().wait()
-            finally:
-                say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
+    with contextlib.suppress(KeyboardInterrupt), serving(spec) as url:
+        # Not before: ray.init sets a handler of its own.
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
+        try:
+            threading.Event().wait()
+        finally:
+            say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
 
 
 @contextlib.contextmanager
