@@ -201,14 +201,14 @@ def run_server(
     model_dir, model = spec.open_model()
     log.setLevel(logging.WARNING)
     say(f"{model_dir.name}: {effective_mode(spec.run_config(model, model_dir, 0), model)['line']}")
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), serving(spec) as url:
+        # Not before: ray.init sets a handler of its own.
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-        with serving(spec) as url:
-            say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
-            try:
-                threading.Event().wait()
-            finally:
-                say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
+        say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
+        try:
+            threading.Event().wait()
+        finally:
+            say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
 
 
 @contextlib.contextmanager
@@ -229,8 +229,7 @@ def serving(spec: Spec) -> Iterator[str]:
         yield f"http://{spec.serve.host}:{spec.serve.port}/v1"
     finally:
         if ray.is_initialized():
+            serve.delete(APPLICATION)  # waits for streams that are open; shutdown alone cuts them
             if cluster.private:
                 serve.shutdown()
-            else:
-                serve.delete(APPLICATION)
         cluster.close()
