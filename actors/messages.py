@@ -99,7 +99,7 @@ class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
     text: str
-    logprobs: list[list[tuple[int, float]]]
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """As model.step.Progress.logprobs; empty unless sampling.logprobs asks for them."""
     finish_reason: str
     seed: int

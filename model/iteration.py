@@ -49,6 +49,12 @@ class Batch:
     reach: tuple[list[int], ...] | None = None
     """Rows.reach of each draft pass, then of the verify pass"""
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What decides the shape of the work, so that it is captured once for each."""
+        shape = (len(self.slots), self.num_drafts)
+        return shape if self.sampled is None else (*shape, len(self.sampled), self.wishes)
+
     def reach_of(self, index: int) -> list[int] | None:
         return self.reach[index] if self.reach else None
 

@@ -32,7 +32,7 @@ from model.plan import (
     storages,
 )
 from model.step import Join, Leave, Progress, Sampling
-from model.tenants import Launched, Slot
+from model.tenants import Launched, Slot, log_probs_of
 from model.weights import load
 from parallel.device import Device, Fetched
 from parallel.graph import Graphs
@@ -102,19 +102,10 @@ class Runner:
         )
         if 1 + num_slots * need > run.num_pages and num_slots > 1:
             return
-        joins = []
         for slot in range(num_slots):
-            pages = range(1 + slot * need, min(1 + (slot + 1) * need, run.num_pages))
-            joins.append(
-                Join(
-                    slot=slot,
-                    request=slot - num_slots,
-                    tokens=[0] * prompt,
-                    pages=list(pages),
-                    sampling=how,
-                )
-            )
-        self.apply(joins)
+            pages = list(range(1 + slot * need, min(1 + (slot + 1) * need, run.num_pages)))
+            who = {"slot": slot, "request": slot - num_slots}
+            self.apply([Join(**who, tokens=[0] * prompt, pages=pages, sampling=how)])
         while self.has_work:
             self.step()
 
@@ -196,7 +187,7 @@ class Runner:
             pieces = ablation.synced(self._graphs, self.device, batch)
             results = self.iteration.iterate(batch, pieces)
         elif batch.sampled is None or self.device.capabilities.sampled_graphs:
-            key, needed = _key(batch), batch.sampled is None
+            key, needed = batch.key, batch.sampled is None
             work = partial(self.iteration.iterate, batch)
             results = self._graphs.run(key, work, needed=needed)
         else:
@@ -277,7 +268,7 @@ class Runner:
             reach=reach,
             wishes=wishes,
         )
-        batch = self._batches.setdefault(_key(fresh), fresh)
+        batch = self._batches.setdefault(fresh.key, fresh)
         for standing, now in zip(batch.reach or (), reach or ()):
             standing[:] = now
         for name, values in (("slots", slots), ("limits", limits), ("sampled", sampled)):
@@ -488,29 +479,11 @@ def _padded(sampled: list[int], size: int) -> list[int]:
     return sampled + sampled[:1] * (min(wanted, most) - len(sampled))
 
 
-def _key(batch: Batch) -> tuple[object, ...]:
-    """What decides the shape of an iteration's work, so that it is captured once for each."""
-    key = (len(batch.slots), batch.num_drafts)
-    return key if batch.sampled is None else (*key, len(batch.sampled), batch.wishes)
-
-
 def _log_probs(
     slots: Sequence[Slot], known: Sequence[Tensor], num_rows: int
 ) -> dict[int, list[list[tuple[int, float]]]]:
-    """By request, of each of its rows: (id, log probability) of the token and the likeliest.
-
-    known: ids and values [N, 1 + top] of the num_rows rows of each slot that needs logits, slots
-    that were padded to follow; or nothing.
-    """
+    """known: ids and values [n * num_rows, 1 + top] (`log_probs_of`), or nothing."""
     if not known:
         return {}
-    owners = [slot for slot in slots if slot.sampling.needs_logits]
     ids, values = (part.view(-1, num_rows, part.shape[-1]).tolist() for part in known)
-    return {
-        slot.join.request: [
-            list(zip(row[: top + 1], logs[: top + 1]))
-            for row, logs in zip(ids[index], values[index])
-        ]
-        for index, slot in enumerate(owners)
-        if (top := slot.sampling.logprobs) is not None
-    }
+    return log_probs_of(slots, ids, values)

@@ -7,6 +7,7 @@ Plain records of model/runner.py, which alone changes them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.step import Join, Sampling
@@ -61,3 +62,21 @@ class Launched:
     batch_of: list[Slot]
     """Slots of the iteration, and its targets [B, K+1] and kept [B]."""
     limits: list[int]
+
+
+def log_probs_of(
+    slots: Sequence[Slot], ids: list[list[list[int]]], values: list[list[list[float]]]
+) -> dict[int, list[list[tuple[int, float]]]]:
+    """By request, of each of its rows: (id, log probability) of the token and the likeliest.
+
+    ids, values [n, rows, 1 + top] of the n slots that need logits; slots that were padded follow.
+    """
+    owners = [slot for slot in slots if slot.sampling.needs_logits]
+    return {
+        slot.join.request: [
+            list(zip(row[: top + 1], logs[: top + 1]))
+            for row, logs in zip(ids[index], values[index])
+        ]
+        for index, slot in enumerate(owners)
+        if (top := slot.sampling.logprobs) is not None
+    }
