@@ -91,6 +91,9 @@ class CacheSpec:
     """auto: max_slots requests of full length, or what the memory holds if that is less."""
     max_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.84
     """Share of a rank's memory that weights, states and pages may take."""
+    state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What operations of the delta net may round a state to on its way (its memory is float32);
+    auto: what the checkpoint says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +286,13 @@ class Spec:
         if depth and not model.num_mtp_layers:
             rule = f"must be 0: {model.source} has no MTP layer to draft with"
             raise self.error("speculation.draft_tokens", rule)
+        coarse = self.cache.state_dtype
+        if coarse == "bfloat16" and not model.gdn.coarse_state:
+            rule = f"must be auto or float32: {model.source} asks for float32 (mamba_ssm_dtype)"
+            raise self.error("cache.state_dtype", rule)
         return RunConfig(
             model_dir=str(model_dir),
+            coarse_state=coarse != "float32",
             dtype=self.resolved_dtype,
             tensor_parallel=self.parallel.tensor_parallel,
             draft_tokens=depth,

@@ -158,6 +158,8 @@ class RunConfig:
     prefill_chunk: int = 512
     batch_buckets: tuple[int, ...] = ()
     """Batch sizes an iteration is padded to; empty: no padding."""
+    coarse_state: bool = True
+    """States may be rounded to bfloat16 on their way where the checkpoint is content with that."""
     pin_rows: bool = False
     """Run K+1 rows a slot even without drafts, so that kernels see the same shapes."""
     ablation: Ablation = Ablation()

@@ -32,7 +32,7 @@ from model.plan import (
     storages,
 )
 from model.step import Join, Leave, Progress, Sampling
-from model.tenants import Launched, Slot, log_probs_of
+from model.tenants import Launched, Slot, log_probs_of, padded
 from model.weights import load
 from parallel.device import Device, Fetched
 from parallel.graph import Graphs
@@ -56,7 +56,9 @@ class Runner:
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         self.run, self.device = run, ablation.old_device(device, run.ablation)
-        self.model = load_config(Path(run.model_dir))
+        model = load_config(Path(run.model_dir))
+        gdn = replace(model.gdn, coarse_state=model.gdn.coarse_state and run.coarse_state)
+        self.model = replace(model, gdn=gdn)
         check_device(run, device.capabilities)
         check_pages(run, memory_plan(self.model, run))
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
@@ -207,7 +209,7 @@ class Runner:
         own_limits = limits + [0] * padding
         wishes = Wishes.of([held[i].sampling for i in sampled])
         if graphs and (not sampled or self.device.capabilities.sampled_graphs):
-            sampled = _padded(sampled, len(slots))
+            sampled = padded(sampled, len(slots))
             return self._standing_batch(slots, own_limits, k, held, sampled, wishes)
         reach = max(len(s.prompt) + s.emitted for s in held) + (self.run_ahead + 1) * (
             run.draft_tokens + 1
@@ -467,16 +469,6 @@ def _powers(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(min(2 * sizes[-1], most))
     return sizes
-
-
-def _padded(sampled: list[int], size: int) -> list[int]:
-    """Up to a power of two by the first one again, which changes no result.
-
-    Never up to `size`, the batch: as many as that says that no slot is left to be greedy.
-    """
-    wanted = 1 << (len(sampled) - 1).bit_length() if sampled else 0
-    most = max(len(sampled), size - 1)
-    return sampled + sampled[:1] * (min(wanted, most) - len(sampled))
 
 
 def _log_probs(

@@ -80,3 +80,13 @@ def log_probs_of(
         for index, slot in enumerate(owners)
         if (top := slot.sampling.logprobs) is not None
     }
+
+
+def padded(sampled: list[int], size: int) -> list[int]:
+    """Batch indices up to a power of two by the first one again, which changes no result.
+
+    Never up to `size`, the batch: as many as that says that no slot is left to be greedy.
+    """
+    wanted = 1 << (len(sampled) - 1).bit_length() if sampled else 0
+    most = max(len(sampled), size - 1)
+    return sampled + sampled[:1] * (min(wanted, most) - len(sampled))

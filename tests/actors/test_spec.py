@@ -309,3 +309,17 @@ def test_nothing_warns_when_nothing_is_wrong(repo: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_spec(repo / "cluster.yaml", {"rank_cpus": ["0-1", "2-3"], "driver_cpus": 4})
+
+
+def test_a_bfloat16_state_needs_a_checkpoint_that_allows_it(planted_tiny: Path) -> None:
+    model = load_config(planted_tiny)
+    allows = dataclasses.replace(model, gdn=dataclasses.replace(model.gdn, coarse_state=True))
+    asking = made(**{"cache.state_dtype": "bfloat16"})
+    assert asking.run_config(allows, planted_tiny, 9).coarse_state
+    assert (
+        not made(**{"cache.state_dtype": "float32"})
+        .run_config(allows, planted_tiny, 9)
+        .coarse_state
+    )
+    with pytest.raises(ConfigError, match=r"cache.state_dtype.*float32.*mamba_ssm_dtype"):
+        asking.run_config(model, planted_tiny, 9)
