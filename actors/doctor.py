@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from actors.kinds import RANK_ENV, VISIBLE
-from actors.spec import Spec, free_host_bytes
+from actors.kinds import RANK_ENV, VISIBLE, free_host_bytes
+from actors.spec import Spec
 from model.config import ConfigError, load_config
 from parallel import affinity
 

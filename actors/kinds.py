@@ -1,12 +1,15 @@
 """What cluster.yaml and Ray must know of each kind of device, before torch is loaded.
 
     collectives to choose from | variable that hides devices | environment of a rank | NPU limits
+    free memory of the host, which CPU ranks share
 
 Facts of a backend that stand here as well as in parallel/backends/ are compared by a test.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,3 +49,19 @@ def check_npu(spec: Spec) -> None:
             f"must exceed ray.watchdog_s = {spec.ray.watchdog_s:g} on npu: the driver, not HCCL, "
         )
         raise spec.error("ray.collective_timeout_s", rule + "is to find a stuck rank")
+
+
+def free_host_bytes() -> int:
+    """Memory this process could take: what the system calls available, or its container's rest."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" without a limit: ValueError
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return max(0, min(free, limit - used))

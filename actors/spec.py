@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import os
 import types
 import typing
 import warnings
@@ -26,7 +25,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from actors.kinds import COLLECTIVES, NPU_PAGE_TOKENS, check_npu
+from actors.kinds import COLLECTIVES, NPU_PAGE_TOKENS, check_npu, free_host_bytes
 from model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
 from model.step import MAX_DRAFT_TOKENS
 from parallel import affinity
@@ -355,22 +354,6 @@ class Spec:
                 f"raise cache.max_memory_utilization or use more ranks",
             )
         return min(fit, wanted)
-
-
-def free_host_bytes() -> int:
-    """Memory this process could take: what the system calls available, or its container's rest."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())  # "max" without a limit: ValueError
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return max(0, min(free, limit - used))
 
 
 def load_spec(path: str | Path | None, overrides: Mapping[str, object] | None = None) -> Spec:
