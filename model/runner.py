@@ -259,18 +259,20 @@ class Runner:
         """
         width = self.run.draft_tokens + 1
         reach = self._reach(held, len(slots), k, width)
-        fresh = Batch(
-            slots=self._ints(slots),
-            limits=self._ints(limits),
-            num_drafts=k,
-            width=width,
-            waiting=width,
-            num_pages=self.iteration.slots.max_pages,
-            sampled=self._ints(sampled) if sampled else None,
-            reach=reach,
-            wishes=wishes,
-        )
-        batch = self._batches.setdefault(fresh.key, fresh)
+        key = (len(slots), k, len(sampled), wishes)
+        if key not in self._batches:
+            self._batches[key] = Batch(
+                slots=self._ints(slots),
+                limits=self._ints(limits),
+                num_drafts=k,
+                width=width,
+                waiting=width,
+                num_pages=self.iteration.slots.max_pages,
+                sampled=self._ints(sampled) if sampled else None,
+                reach=reach,
+                wishes=wishes,
+            )
+        batch = self._batches[key]
         for standing, now in zip(batch.reach or (), reach or ()):
             standing[:] = now
         for name, values in (("slots", slots), ("limits", limits), ("sampled", sampled)):
