@@ -115,6 +115,7 @@ def result(*names: str, batches: tuple[int, ...] = (1,)) -> dict[str, Any]:
             "client": times,
             "tok_s": 10.0,
             "decode_tok_s": None,
+            "wave_tok_s": 900.0,
             "drafted": 4,
             "accepted": 3,
             "accepted_share": 0.75,
