@@ -2,7 +2,7 @@
 # again when pyproject.toml changes. `make demo` and `make test` are all that a newcomer types.
 #
 #   make demo     a prompt through two CPU ranks, with the speculation statistics
-#   make test     the tests that need no device and no network (PYTEST_ARGS="-k name --slow")
+#   make test     the tests that need no device, and of the network only the package index (PYTEST_ARGS="-k name --slow")
 #   make check    ruff, formatting and pyright
 #   make bench    tokens per second here, as JSON on the last line
 #   make clean    remove .venv, caches and build outputs
