@@ -3,8 +3,8 @@
     step (seconds, Progress) -> note -> time by (slots, depth), acceptance by position -> choose
 The leader has one, and its choice goes to every rank in the Plan, so ranks cannot disagree. The
 best depth yields the most tokens a second: (1 + sum of the chances that draft 1..k is kept) / time.
-All depths are tried at first, then one in PROBE_EVERY steps goes to the one not tried for longest:
-no depth, and no speculation, is off for good.
+All depths are tried at first. Then it is the turn of the one not tried for longest whenever such a
+trial costs at most TRIAL_COST of the tokens since the last: none is off for good.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from model.step import Progress
 
 TRIES = 3
 """Steps of one trial that count; the one before them may still be the last depth's."""
-PROBE_EVERY = 96
-"""Steps between two trials."""
+PROBE_EVERY, PROBE_BY = 96, 1536
+"""Steps between two trials: at least, and at most however dear one is, for a measured time may be
+another program's doing."""
+TRIAL_COST = 0.005
+"""A trial costs the tokens that the best depth would have made meanwhile, less its own."""
 FASTER_WEIGHT, SLOWER_WEIGHT, CHANCE_WEIGHT = 0.5, 0.05, 0.03
 """Of a new measurement in its moving average. What is slower is more often another program's
 doing, so it counts less: the average lies near the undisturbed time, for each depth alike."""
@@ -42,18 +45,24 @@ class Depth:
         self._trial = 0
         """Steps that the present trial still takes; 0: the best depth runs"""
 
+    def lasts(self, steps: int) -> int:
+        """How many of `steps` may run before `choose` is asked again."""
+        return min(steps, self._trial or steps)
+
     def choose(self) -> int:
         """The depth of the next plan."""
         if self._trial > 0:
             return self.depth
         size, depths = self._size, range(self.most + 1)
         unknown = [k for k in depths if (size, k) not in self._seconds]
-        if unknown or self._steps - self._last_trial >= PROBE_EVERY:
-            oldest = min(depths, key=lambda k: self._tried.get((size, k), -1))
-            self.depth = unknown[-1] if unknown else oldest
-            self._trial, self._last_trial = TRIES + 1, self._steps
-            return self.depth
+        if unknown:
+            return self._try(unknown[-1])
         best = max(depths, key=self.tokens_per_s)
+        oldest = min(depths, key=lambda k: self._tried[size, k])
+        since = self._steps - self._last_trial
+        wait = max(PROBE_EVERY, self._trial_steps(oldest, best) / TRIAL_COST)
+        if since >= min(PROBE_BY, wait):
+            return self._try(oldest)
         if self.depth != best and self.tokens_per_s(best) > BETTER * self.tokens_per_s(self.depth):
             self.depth = best
         return self.depth
@@ -85,6 +94,16 @@ class Depth:
             weight = FASTER_WEIGHT if step_s < known else SLOWER_WEIGHT
             self._seconds[key] += weight * (min(step_s, OUTLIER * known) - known)
         self._tried[key] = self._steps
+
+    def _try(self, depth: int) -> int:
+        self.depth = depth
+        self._trial, self._last_trial = TRIES + 1, self._steps
+        return depth
+
+    def _trial_steps(self, depth: int, best: int) -> float:
+        """Steps of the best depth whose tokens a trial of `depth` costs."""
+        length = self._seconds[self._size, depth] / self._seconds[self._size, best]
+        return (TRIES + 1) * length * (1.0 - self.tokens_per_s(depth) / self.tokens_per_s(best))
 
     def tokens_per_s(self, depth: int) -> float:
         """What a slot gains at this depth in a batch of the present size."""

@@ -83,13 +83,14 @@ class RankLoop:
             commands, stop = self._orders()
             if commands or self._unstarted:
                 self._burst = 1
+            depth = self._depth and self._depth.choose()
             plan = Plan(
                 seq=seq,
                 commands=commands,
-                burst=self._burst,
+                burst=self._depth.lasts(self._burst) if self._depth else self._burst,
                 digest=self._runner.digest(),
                 stop=stop,
-                depth=self._depth and self._depth.choose(),
+                depth=depth,
             )
             for follower in followers:
                 follower.send(plan)

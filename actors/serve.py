@@ -36,6 +36,9 @@ from model.text import Tokenizer
 log = logging.getLogger("ray.serve")
 APPLICATION, DEPLOYMENT = "outrider", "Outrider"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+"""Serve's own loop runs the driver: two loops hand every event from thread to thread, which costs
+the CPU more than the event itself. Nothing of ours holds a loop: long prompts go to a thread."""
 START_TRIES = 2
 """A start that failed is tried once more: another engine may have been on its way out."""
 
@@ -161,7 +164,7 @@ def application(spec: Spec) -> Application:
         }
     deployment: Any = serve.deployment(
         name=DEPLOYMENT,
-        ray_actor_options={"num_cpus": DRIVER_CPUS},
+        ray_actor_options={"num_cpus": DRIVER_CPUS, "runtime_env": {"env_vars": ONE_LOOP}},
         placement_group_bundles=bundles(spec),
         placement_group_strategy="STRICT_PACK",
         max_ongoing_requests=2 * (limits.max_slots + limits.max_queue),

@@ -105,6 +105,13 @@ class Drafter(Protocol):
         """at: where the batch's slots stand -> drafts [B, K] int64, the same on every rank."""
         ...
 
+    def catch_up(self, batch: Batch, width: int, reach: list[int] | None) -> None:
+        """See the rows of iterations without drafts, at most `width` a slot, before `batch` runs.
+
+        reach: Rows.reach of such rows.
+        """
+        ...
+
 
 class MtpDrafter:
     """Drafts with the checkpoint's MTP layer."""
@@ -118,28 +125,36 @@ class MtpDrafter:
             chunk.slots, chunk.first, chunk.known, hidden.shape[1], table, reach=chunk.reach
         )
         self.draft(hidden, chunk.following, rows)
+        self.slots.backlog.clear(chunk.slots)
+
+    def catch_up(self, batch: Batch, width: int, reach: list[int] | None) -> None:
+        state, slots = self.slots, batch.slots
+        owed = state.backlog
+        count, table = owed.count[slots], state.table_of(slots, batch.num_pages)
+        first = state.length[slots] - state.kept[slots] - count
+        rows = state.rows(slots, first, count, width, table, reach=reach)
+        self.draft(owed.hidden[slots, :width], owed.fresh[slots, :width], rows)
+        owed.clear(slots)
 
     def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
-        m, draft = run(0, lambda: self._first_pass(batch, at))
-        if draft is None:
+        if batch.num_drafts == 0:
+            run(0, lambda: self.slots.backlog.push(batch.slots, at))
             return batch.slots.new_empty(len(batch.slots), 0)
+        m, draft = run(0, lambda: self._first_pass(batch, at))
         drafts = [draft]
         for i in range(1, batch.num_drafts):
             m, draft = run(i, partial(self._next_pass, i, batch, at, m, drafts[-1]))
             drafts.append(draft)
         return run("drafts", lambda: torch.stack(drafts, 1))
 
-    def _first_pass(self, batch: Batch, at: Recalled) -> tuple[Tensor, Tensor | None]:
-        """-> hidden [B, 1, H] and draft [B], None where none is wanted.
-
-        It always runs: it refreshes the draft's KV even when nothing is drafted.
-        """
+    def _first_pass(self, batch: Batch, at: Recalled) -> tuple[Tensor, Tensor]:
+        """The rows kept by the last pass -> hidden [B, 1, H] and draft [B]."""
         reach = batch.reach_of(0)
         rows = self.slots.rows(batch.slots, at.start, at.kept, batch.width, at.table, reach=reach)
         m = self.draft(at.hidden, at.fresh, rows)
         last = (at.kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
         m = m.gather(1, last)
-        return m, self.head.greedy(m.squeeze(1)) if batch.num_drafts else None
+        return m, self.head.greedy(m.squeeze(1))
 
     def _next_pass(
         self, i: int, batch: Batch, at: Recalled, m: Tensor, draft: Tensor

@@ -9,6 +9,7 @@ Letters: K drafted tokens | R = K+1 rows a slot | B slots of a batch
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import ablation
+from model import ablation, backlog
 from model.config import RunConfig, load_config
 from model.edits import Wishes
 from model.iteration import Batch, Chunk, Drafter, Iteration
@@ -88,13 +89,11 @@ class Runner:
                 self._rehearse(1, width)
             for size in sizes[1:]:
                 self._rehearse(size, 1)
-            for depth in range(self.run.draft_tokens if self.run.auto_depth else 0):
-                self.limit_drafts(depth)
+            for depth in range(1, self.run.draft_tokens + 1 if self.run.auto_depth else 0):
                 for size in sizes:
-                    self._rehearse(size, 1)
-            self.limit_drafts(self.run.draft_tokens)
+                    self._rehearse(size, 1, (depth, 0))
 
-    def _rehearse(self, num_slots: int, prompt: int) -> None:
+    def _rehearse(self, num_slots: int, prompt: int, depths: tuple[int, ...] = ()) -> None:
         """A prefill and a few iterations of some slots, on pages that nobody holds yet."""
         run = self.run
         prompt = min(prompt, run.max_model_len - 1)
@@ -108,8 +107,12 @@ class Runner:
             pages = list(range(1 + slot * need, min(1 + (slot + 1) * need, run.num_pages)))
             who = {"slot": slot, "request": slot - num_slots}
             self.apply([Join(**who, tokens=[0] * prompt, pages=pages, sampling=how)])
-        while self.has_work:
+        for depth in itertools.cycle(depths or (run.draft_tokens,)):
+            if not self.has_work:
+                break
+            self.limit_drafts(depth)
             self.step()
+        self.limit_drafts(run.draft_tokens)
 
     @torch.inference_mode()
     def apply(self, commands: Sequence[Join | Leave]) -> None:
@@ -185,6 +188,7 @@ class Runner:
             return Launched(firsts, None, [], [])
         limits = [min(s.draft_tokens, s.wanted - 1, self.depth) for s in held]
         batch = self._batch(held, limits)
+        self._settle_backlog(held, batch)
         if self.run.ablation.sync_each_draft:
             pieces = ablation.synced(self._graphs, self.device, batch)
             results = self.iteration.iterate(batch, pieces)
@@ -198,6 +202,23 @@ class Runner:
             slot.waiting = batch.num_drafts + 1
             slot.promised += 1
         return Launched(firsts, self.device.fetch(results), held, limits)
+
+    def _settle_backlog(self, held: list[Slot], batch: Batch) -> None:
+        """Before `batch`: have the draft see what it owes, if it drafts or would owe too much."""
+        drafter, most = self.iteration.drafter, max(slot.owed for slot in held)
+        if drafter is None:
+            return
+        if most and (batch.num_drafts or most > backlog.ROWS - self.run.draft_tokens - 1):
+            width, reach = 1 << (most - 1).bit_length(), None
+            if self.device.capabilities.host_lengths:
+                padding = len(batch.slots) - len(held)
+                reach = [s.position - s.kept - s.owed + width for s in held] + [width] * padding
+            drafter.catch_up(batch, width, reach)
+            for slot in held:
+                slot.owed = 0
+        if batch.num_drafts == 0:
+            for slot in held:
+                slot.owed += slot.kept if self.run_ahead == 0 else max(1, slot.waiting)
 
     def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
         run = self.run
@@ -238,7 +259,7 @@ class Runner:
         if not self.device.capabilities.host_lengths:
             return None
         assert self.run_ahead == 0, "host lengths need the results of the iteration before"
-        length = [len(s.prompt) + s.emitted + s.promised - 1 for s in held]
+        length = [s.position for s in held]
         padding = size - len(held)
         first = [p - s.kept + width for p, s in zip(length, held)] + [width] * padding
         later = [[p + i for p in length] + [1] * padding for i in range(1, k)]

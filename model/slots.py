@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model.backlog import Backlog
 from model.blocks import RotaryTable
 from model.cache import NULL_PAGE, Rows
 from model.config import ModelConfig, RunConfig
@@ -45,6 +46,7 @@ class SlotTensors:
         self.seed, self.top_k = integers(slots), integers(slots)
         self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
         self.edits = LogitEdits(slots, positions, device)
+        self.backlog = Backlog(slots if run.draft_tokens else 0, self.hidden)
 
     def tensors(self) -> list[Tensor]:
         return [self.length, self.last, self.kept, self.block_table, self.fresh, self.hidden]

@@ -30,6 +30,9 @@ class Slot:
     kept: int = 1
     """Of those, the ones kept, as far as the host has read; 1 right after prefill."""
 
+    owed: int = 0
+    """Most rows that the draft has not seen yet (model/backlog.py), without the last pass's."""
+
     @property
     def prompt(self) -> list[int]:
         return self.join.tokens
@@ -41,6 +44,11 @@ class Slot:
     @property
     def decoding(self) -> bool:
         return self.prefilled == len(self.join.tokens)
+
+    @property
+    def position(self) -> int:
+        """Rows its caches hold, if all that is under way are first tokens."""
+        return len(self.prompt) + self.emitted + self.promised - 1
 
     @property
     def remaining(self) -> int:

@@ -159,6 +159,9 @@ class ForcedDrafter:
     def observe(self, chunk: Chunk, hidden: Tensor) -> None:
         """Nothing to see."""
 
+    def catch_up(self, batch: Batch, width: int, reach: list[int] | None) -> None:
+        """Nothing to see."""
+
     def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
         vocab = self.runner.model.vocab_size
         drafts = torch.zeros(len(batch.slots), batch.num_drafts, dtype=torch.int64)

@@ -47,6 +47,7 @@ def test_the_depth_that_pays_most_runs(chance: float, draft_s: float, best: set[
     live(depth, 400, chance=chance, draft_s=draft_s, slots=slots)
     ran, _, _ = live(depth, 2000, chance=chance, draft_s=draft_s, slots=slots, seed=1)
     assert sum(ran[k] for k in best) >= 0.9 * 2000, ran
+    ran, _, _ = live(depth, 8000, chance=chance, draft_s=draft_s, slots=slots, seed=2)
     assert set(ran) == set(range(6)), "some depth is off for good"
 
 
@@ -54,7 +55,7 @@ def test_without_acceptance_it_costs_next_to_nothing():
     depth = Depth(5)
     live(depth, 400, chance=0.0, draft_s=0.2)
     _, tokens, seconds = live(depth, 3000, chance=0.0, draft_s=0.2, seed=1)
-    assert tokens / seconds > 0.95  # of the 1 token a second that depth 0 yields
+    assert tokens / seconds > 0.97  # of the 1 token a second that depth 0 yields
 
 
 def test_it_notices_that_drafts_have_become_good_or_bad():
