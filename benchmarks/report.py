@@ -192,11 +192,12 @@ def _is_ablation(rows: Sequence[Row]) -> bool:
     return any(row["configuration"].startswith("without") for row in rows)
 
 
-def _axes(columns: int) -> tuple[Any, Any]:
+def _axes(columns: int, width: float = 5.0) -> tuple[Any, Any]:
+    """A figure and its axes, each `width` inches wide."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * columns, 3.6), layout="constrained")
+    figure = Figure(figsize=(width * columns, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
@@ -216,7 +217,8 @@ def _plot_sweep(path: Path, rows: Sequence[Row], x: str, label: str, by: str) ->
             axis.plot(*zip(*known) if known else ([], []), "o-", label=f"{names[by]} {value}")
     titles = ("time a token, ms (server)", "time to the first token, ms (server)", "decode tok/s")
     for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel=label, ylim=(0, None))
+        highest = max((y for drawn in axis.lines for y in drawn.get_ydata()), default=1.0)
+        axis.set(title=title, xlabel=label, ylim=(0, 1.08 * highest))
         axis.grid(alpha=0.3)
         if x == "batch" and any(len(drawn.get_xdata()) for drawn in axis.lines):
             axis.set_xscale("log", base=2)
@@ -240,12 +242,14 @@ def _plot_positions(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _plot_ablation(path: Path, rows: Sequence[Row]) -> None:
-    """Server E2E of each engine, smallest batch."""
-    figure, (axis,) = _axes(1)
+    """Server E2E of each engine, smallest batch; a bar far beyond the others is cut."""
+    figure, (axis,) = _axes(1, width=9.0)
     least = min(row["batch"] for row in rows)
     shown = [row for row in rows if row["batch"] == least][::-1]
-    names = [row["configuration"] for row in shown]
-    axis.barh(names, [row["server"]["e2e_ms"]["mean"] for row in shown])
-    axis.set(title=f"end to end, ms (server, batch {least})")
+    values = [row["server"]["e2e_ms"]["mean"] for row in shown]
+    edge = min(max(values), 2.5 * sorted(values)[len(values) // 2])
+    bars = axis.barh([row["configuration"] for row in shown], [min(v, edge) for v in values])
+    axis.bar_label(bars, [_number(v) + (" (cut)" if v > edge else "") for v in values], padding=3)
+    axis.set(title=f"end to end, ms (server, batch {least})", xlim=(0, 1.2 * edge))
     axis.tick_params(axis="y", labelsize="small")
     figure.savefig(path, dpi=120)

@@ -20,6 +20,7 @@ from model.cache import GdnStates, KvPages
 from model.config import ModelConfig, RunConfig
 from model.edits import NO_WISHES, Wishes
 from model.mtp import MtpDraft
+from model.plan import storages
 from model.qwen3_5 import Qwen35
 from model.slots import SlotTensors
 from model.weights import head_share
@@ -212,6 +213,16 @@ class Iteration:
             head = LMHead(weight, self.device)
         scorer = Fp8Head(head) if self.run.draft_head == "fp8" else head
         return MtpDrafter(MtpDraft(model, tensors, table, pages, own), scorer, self.slots)
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """Bytes of weights, states and KV; storage that is shared counts once."""
+        other = storages([self.slots, self.states, self.pages, self.draft_pages])
+        pages = [self.pages, *([self.draft_pages] if self.draft_pages else [])]
+        return {
+            "weights": sum(n for where, n in storages(self).items() if where not in other),
+            "states": sum(t.nbytes for t in self.states.tensors()),
+            "kv": sum(t.nbytes for held in pages for t in held.tensors()),
+        }
 
     def prefill(self, chunk: Chunk) -> tuple[Tensor, Tensor] | None:
         """Run prompt tokens; of the prompts that end here, if any, -> the greedy first token [E]

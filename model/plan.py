@@ -85,6 +85,14 @@ def pages_for(num_tokens: int, page_tokens: int) -> int:
     return -(-num_tokens // page_tokens)
 
 
+def powers_of_two(least: int, most: int) -> tuple[int, ...]:
+    """`least` and its doubles, and `most` at the end: sizes that graphs are captured for."""
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    return tuple(sizes)
+
+
 def overshoot_rows(draft_tokens: int) -> int:
     """Rows that iterations may write past a request's last token.
 

@@ -30,7 +30,7 @@ from model.plan import (
     memory_plan,
     overshoot_rows,
     pages_for,
-    storages,
+    powers_of_two,
 )
 from model.step import Join, Leave, Progress, Sampling
 from model.tenants import Launched, Slot, log_probs_of, padded
@@ -76,7 +76,7 @@ class Runner:
         """With graphs: what captured chunks (by width) and iterations (by shape) read."""
         self._sent: dict[int, list[int]] = {}
         """Values that a standing batch's tensors hold, by their id: only changes are sent."""
-        self.buckets = run.batch_buckets or self._default_buckets()
+        self.buckets = run.batch_buckets or self.batch_sizes()
 
     def warm_up(self) -> None:
         """Run short requests through everything, so that the first real one is not slower.
@@ -128,6 +128,11 @@ class Runner:
             elif self._tenant(command.slot) == command.request:
                 del self.slots[command.slot]
 
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Those that graphs are captured for; none where there are no graphs."""
+        graphs = self.device.capabilities.graphs
+        return powers_of_two(1, self.run.max_slots) if graphs else ()
+
     @property
     def has_work(self) -> bool:
         """True while a request waits for tokens or a result waits to be read."""
@@ -159,15 +164,7 @@ class Runner:
 
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes this rank holds as weights, states and KV; storage that is shared counts once."""
-        it = self.iteration
-        everything = storages(it)
-        other = storages([it.slots, it.states, it.pages, it.draft_pages])
-        pages = [it.pages, *([it.draft_pages] if it.draft_pages else [])]
-        return {
-            "weights": sum(n for where, n in everything.items() if where not in other),
-            "states": sum(t.nbytes for t in it.states.tensors()),
-            "kv": sum(t.nbytes for held in pages for t in held.tensors()),
-        }
+        return self.iteration.allocated_bytes()
 
     def use_drafter(self, drafter: Drafter) -> None:
         """Draft with something else than the checkpoint's MTP layer (tests force drafts)."""
@@ -209,11 +206,10 @@ class Runner:
         if drafter is None:
             return
         if most and (batch.num_drafts or most > backlog.ROWS - self.run.draft_tokens - 1):
-            width, reach = 1 << (most - 1).bit_length(), None
-            if self.device.capabilities.host_lengths:
-                padding = len(batch.slots) - len(held)
-                reach = [s.position - s.kept - s.owed + width for s in held] + [width] * padding
-            drafter.catch_up(batch, width, reach)
+            width, ends = 1 << (most - 1).bit_length(), [s.position - s.kept - s.owed for s in held]
+            ends += [0] * (len(batch.slots) - len(held))
+            known = self.device.capabilities.host_lengths
+            drafter.catch_up(batch, width, [end + width for end in ends] if known else None)
             for slot in held:
                 slot.owed = 0
         if batch.num_drafts == 0:
@@ -303,12 +299,6 @@ class Runner:
                 self._sent[id(tensor)] = values
         return batch
 
-    def _default_buckets(self) -> tuple[int, ...]:
-        """Powers of two up to the slots where graphs are captured by batch size, else none."""
-        if not self.device.capabilities.graphs:
-            return ()
-        return tuple(_powers(self.run.max_slots))
-
     def _launch_prefill(self) -> list[tuple[Fetched, list[Slot]]]:
         """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
         waiting = [s for s in self.slots.values() if not s.decoding]
@@ -389,9 +379,7 @@ class Runner:
     def _prefill_widths(self) -> list[int]:
         """Widths that a captured chunk is padded to: powers of two up to prefill_chunk."""
         widest = min(self.run.prefill_chunk, MAX_CAPTURED_ROWS)
-        widths = [min(64, widest)]
-        while widths[-1] < widest:
-            widths.append(min(2 * widths[-1], widest))
+        widths = list(powers_of_two(min(64, widest), widest))
         return widths if self.device.capabilities.prompt_graphs else widths[:1]
 
     def _chunk(self, taken: list[tuple[Slot, int]], width: int) -> tuple[Chunk, list[Slot]]:
@@ -484,14 +472,6 @@ class Runner:
                 finish=finish,
             )
         ]
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` at the end."""
-    sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(2 * sizes[-1], most))
-    return sizes
 
 
 def _log_probs(

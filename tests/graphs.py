@@ -22,7 +22,7 @@ def record(runner: Runner) -> Callable[[], list[Hashable]]:
     """From now on as on a device with graphs. The result lists the keys captured so far."""
     it = runner.iteration
     owners = [it.slots, it.slots.edits, it.states, it.pages]
-    owners += [it.draft_pages] if it.draft_pages else []
+    owners += [it.draft_pages, it.slots.backlog] if it.draft_pages else []
     memory = [t for owner in owners for t in vars(owner).values() if isinstance(t, Tensor)]
 
     def capture(work: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
@@ -41,7 +41,7 @@ def record(runner: Runner) -> Callable[[], list[Hashable]]:
     can = Capabilities(graphs=True)
     runner.device = replace(runner.device, capabilities=can, capture=capture)
     runner._graphs = graphs = Graphs(runner.device)
-    runner.buckets = runner._default_buckets()
+    runner.buckets = runner.batch_sizes()
     return lambda: [key for key, (replay, _) in graphs._graphs.items() if replay is not None]
 
 

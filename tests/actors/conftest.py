@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import ray
@@ -24,6 +24,9 @@ from actors.placement import start_private
 from actors.rank import DRIVER, RankLoop, greet
 from actors.scheduler import Limits
 from model.step import Join, Leave, Progress, Sampling, StepEvent
+
+if TYPE_CHECKING:
+    from tests.actors.served import Served
 
 VOCAB = 1000
 EOS = 999
@@ -276,4 +279,13 @@ def cluster() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _end_ray() -> Iterator[None]:
     yield
+    hold_ray(None)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """The bundled checkpoint behind HTTP."""
+    from tests.actors.served import Served
+
+    yield hold_ray("serve", Served)
     hold_ray(None)

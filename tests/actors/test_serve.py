@@ -7,92 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
-import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
-import psutil
 import pytest
-import ray
 import yaml
-from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from actors.engine import Engine, Sampling
-from actors.messages import Completion
-from actors.placement import start_private
-from actors.serve import build, serving, serving_spec
+from actors.engine import Sampling
+from actors.serve import build
 from model.text import Tokenizer
-from tests.actors.conftest import hold_ray
+from tests.actors.served import QUEUE, SLOTS, K, Served, one_client
 from tests.test_end_to_end import PROMPTS, TINY
 from tests.test_examples import python
 
 pytestmark = pytest.mark.ray
-SLOTS, QUEUE, K = 4, 28, 3
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-class Served:
-    """A server and, on the same cluster, an engine without drafts that says what is right."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._stack.callback(
-            start_private(num_cpus=12, namespace="outrider", object_store_bytes=100 << 20).close
-        )
-        self._stack.callback(serve.shutdown)
-        overrides = {
-            "model": str(TINY), "draft_tokens": K, "serve.slots": SLOTS, "max_queue": QUEUE,
-            "port": free_port(), "queue_timeout_s": 120.0,
-        }  # fmt: skip
-        self.url = self._stack.enter_context(serving(serving_spec(None, overrides)))
-        self.root = self.url.removesuffix("/v1")
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=60, max_retries=0)
-        self.offline = self._stack.enter_context(
-            Engine.from_config(None, model=str(TINY), draft_tokens=0, max_slots=SLOTS)
-        )
-
-    def close(self) -> None:
-        self.client.close()
-        self._stack.close()
-
-    def right(self, prompt: Any, **how: Any) -> Completion:
-        (answer,) = self.offline.generate(prompt, Sampling(**how))
-        assert answer.stats.drafted == 0
-        return answer
-
-    def stats(self) -> dict[str, Any]:
-        return httpx.get(self.root + "/v1/stats").json()
-
-    def settle(self, limit_s: float = 10.0) -> dict[str, Any]:
-        """Stats once nothing is under way; asserts that everything came back."""
-        deadline = time.monotonic() + limit_s
-        while (stats := self.stats())["active"] or stats["queued"]:
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.05)
-        assert stats["free_pages"] == stats["num_pages"] - 1
-        return stats
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    yield hold_ray("serve", Served)
-    hold_ray(None)
 
 
 def test_health_says_what_is_effective(served: Served) -> None:
@@ -258,30 +192,6 @@ def test_the_kept_serve_config_is_what_is_built(repo: Path) -> None:
     assert app._bound_deployment.name == "Outrider"
 
 
-@pytest.mark.slow
-def test_serve_run_starts_the_application_of_cluster_yaml(served: Served, repo: Path) -> None:
-    """On the cluster of the other server, under a prefix, until Ctrl-C."""
-    words = ["serve", "run", "--address", ray.get_runtime_context().gcs_address, "--name", "second"]
-    words += ["--route-prefix", "/second", "actors.serve:app"]
-    command = [sys.executable, "-m", "ray.serve.scripts", *words[1:]]
-    with subprocess.Popen(
-        command, cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)}
-    ) as process:
-        try:
-            deadline = time.monotonic() + 90
-            while httpx.get(served.root + "/second/health", timeout=60).status_code != 200:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
-            body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
-            answer = httpx.post(served.root + "/second/v1/completions", json=body, timeout=30)
-            text = answer.json()["choices"][0]["text"]
-            assert text == served.right(PROMPTS[0], max_tokens=12).text
-        finally:
-            serve.delete("second")
-            process.kill()
-
-
 def test_errors_reach_the_client_as_its_own(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="best_of"):
         served.client.completions.create(model="tiny", prompt="a", best_of=2)
@@ -289,26 +199,6 @@ def test_errors_reach_the_client_as_its_own(served: Served) -> None:
         served.client.completions.create(model="gpt", prompt="a")
     with pytest.raises(openai.BadRequestError, match="1 too many"):
         served.client.completions.create(model="tiny", prompt=[1] * 4096)
-
-
-async def one_client(
-    http: httpx.AsyncClient, number: int, body: dict[str, Any], leave_after: int | None
-) -> tuple[int, str, str | None]:
-    """Streams one request; -> its number, the text and its end, None where the client left."""
-    text = ""
-    async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        assert response.status_code == 200, await response.aread()
-        finish, events = None, 0
-        async for line in response.aiter_lines():
-            if not line or line == "data: [DONE]":
-                continue
-            choice = json.loads(line.removeprefix("data: "))["choices"][0]
-            text += choice["text"]
-            finish = choice["finish_reason"] or finish
-            events += 1
-            if events == leave_after:
-                return number, text, None
-    return number, text, finish
 
 
 def test_32_streams_of_all_kinds_are_each_the_offline_answer(served: Served) -> None:
@@ -392,68 +282,3 @@ def test_more_than_queue_and_slots_hold_are_429_and_the_rest_are_answered(served
         assert refused.json()["error"]["code"] == "queue_full"
     assert len({a.json()["choices"][0]["text"] for a in answers if a.status_code == 200}) == 1
     served.settle()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_thousand_requests_leave_nothing_behind(served: Served) -> None:
-    """No page, slot, file or task; ten of each 25 stream, nine of them are left early."""
-    dice = random.Random(0)
-    bodies = [
-        {"prompt": dice.choice(PROMPTS)[:80], "max_tokens": dice.randint(1, 12), "seed": i}
-        for i in range(1000)
-    ]
-
-    async def some(bodies: list[dict[str, Any]]) -> None:
-        async with httpx.AsyncClient(base_url=served.root, timeout=90) as http:
-            calls: list[Any] = [http.post("/v1/completions", json=b) for b in bodies[10:]]
-            calls += [one_client(http, i, b, i or None) for i, b in enumerate(bodies[:10])]
-            answers = await asyncio.gather(*calls)
-        assert {a.status_code for a in answers[:-10]} == {200}
-
-    asyncio.run(some(bodies[:25]))
-    pids = served.settle()["engine"]
-    processes = [psutil.Process(p["pid"]) for p in (pids["driver"], *pids["ranks"])]
-    before, files = served.settle(), [process.num_fds() for process in processes]
-    for start in range(0, 1000, 25):
-        asyncio.run(some(bodies[start : start + 25]))
-    time.sleep(1.0)
-    after = served.settle()
-    assert after["requests_submitted"] - before["requests_submitted"] == 1000
-    assert after["tasks"] <= before["tasks"] + 2
-    for process, count in zip(processes, files, strict=True):
-        assert process.num_fds() <= count + 8
-
-
-@pytest.mark.slow
-def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
-    tmp_path: Path, repo: Path
-) -> None:
-    """`outrider serve` with HAProxy and its own cluster; SIGTERM while a stream is open."""
-    hold_ray(None)
-    keys, port = tmp_path / "keys", free_port()
-    keys.write_text("sk-one\nsk-two\n")
-    command = [sys.executable, "-m", "actors.cli", "serve", "--model", str(TINY)]
-    command += ["--port", str(port), "--set", f"serve.api_key_file={keys}"]
-    command += ["--set", "serve.slots=1", "--set", "speculation.draft_tokens=auto"]
-    root = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            says = [process.stderr.readline()]
-            while "ready: " not in says[-1]:
-                assert says[-1], "".join(says)
-                says.append(process.stderr.readline())
-            assert any("1 slot; single-slot speculation is active: 0 to 5" in line for line in says)
-            assert httpx.get(root + "/health").json()["mode"] == "single-slot"
-            assert httpx.get(root + "/v1/models").status_code == 401
-            client = openai.OpenAI(base_url=root + "/v1", api_key="sk-two", timeout=60)
-            how: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
-            stream = client.completions.create(**how, max_tokens=600, stream=True)
-            first = next(stream)
-            process.send_signal(signal.SIGTERM)
-            chunks = [first, *stream]
-            assert chunks[-1].choices[0].finish_reason in ("length", "stop")
-            assert process.wait(60) == 0
-        finally:
-            process.kill()

@@ -18,6 +18,7 @@ from model.iteration import Batch, Drafter, MtpDrafter, RunPiece
 from model.runner import Runner
 from model.step import Sampling
 from parallel.device import Recalled
+from tests.graphs import record
 from tests.model.test_npu_iterations import npu_team
 from tests.ranks import Output, Team
 
@@ -117,6 +118,14 @@ def note(drafter: Drafter | None, widths: list[int]) -> None:
         known(batch, width, reach)
 
     drafter.catch_up = noting  # type: ignore[method-assign]
+
+
+def test_captured_iterations_owe_and_catch_up_alike(repo, wanted) -> None:
+    """Recorded graphs: depth 0 is a graph of its own, and catching up happens between replays."""
+    team = Team(repo / "examples" / "tiny", **KEYS)
+    (keys,) = [record(runner) for runner in team.runners]
+    assert outputs(repo, team, DEPTHS["now and then"]) == (wanted["now and then"])
+    assert {key[1] for key in keys() if key[0] != "prefill"} == {0, 1, 2, K}
 
 
 def test_a_device_with_host_lengths_and_graphs_does_the_same(repo, monkeypatch) -> None:

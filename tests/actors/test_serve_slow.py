@@ -1,0 +1,148 @@
+"""Serving over minutes: scaling, a thousand requests, the commands; run with --slow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import psutil
+import pytest
+import ray
+from ray import serve
+
+from actors.serve import application, serving_spec
+from tests.actors.conftest import hold_ray
+from tests.actors.served import Served, free_port, one_client
+from tests.test_end_to_end import PROMPTS, TINY
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def test_serve_run_starts_the_application_of_cluster_yaml(served: Served, repo: Path) -> None:
+    """On the cluster of the other server, under a prefix, until Ctrl-C."""
+    words = ["serve", "run", "--address", ray.get_runtime_context().gcs_address, "--name", "second"]
+    words += ["--route-prefix", "/second", "actors.serve:app"]
+    command = [sys.executable, "-m", "ray.serve.scripts", *words[1:]]
+    with subprocess.Popen(
+        command, cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)}
+    ) as process:
+        try:
+            deadline = time.monotonic() + 90
+            while httpx.get(served.root + "/second/health", timeout=60).status_code != 200:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+            answer = httpx.post(served.root + "/second/v1/completions", json=body, timeout=30)
+            text = answer.json()["choices"][0]["text"]
+            assert text == served.right(PROMPTS[0], max_tokens=12).text
+        finally:
+            serve.delete("second")
+            process.kill()
+
+
+@pytest.mark.timeout(300)
+def test_load_brings_a_second_replica_that_answers_alike(served: Served) -> None:
+    """serve.max_replicas over HTTP: one slot, more requests at once than it takes."""
+    overrides = {
+        "model": str(TINY), "tensor_parallel": 1, "serve.slots": 1, "max_queue": 40,
+        "serve.max_replicas": 2, "queue_timeout_s": 120.0,
+    }  # fmt: skip
+    serve.run(application(serving_spec(None, overrides)), name="scaled", route_prefix="/scaled")
+    body = {"prompt": PROMPTS[0], "max_tokens": 60, "temperature": 0}
+    right = served.right(PROMPTS[0], max_tokens=60).text
+    enough, pids = threading.Event(), set()
+
+    def client(_: int) -> None:
+        with httpx.Client(base_url=served.root + "/scaled", timeout=120) as http:
+            while not enough.is_set():
+                answer = http.post("/v1/completions", json=body)
+                assert answer.json()["choices"][0]["text"] == right
+                pids.add(http.get("/health").json()["driver"]["pid"])
+
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            threading.Timer(200, enough.set).start()
+            calls = [pool.submit(client, i) for i in range(8)]
+            while len(pids) < 2 and not enough.is_set():
+                time.sleep(0.5)
+            enough.set()
+            for call in calls:
+                call.result()
+        assert len(pids) == 2
+    finally:
+        serve.delete("scaled")
+
+
+@pytest.mark.timeout(600)
+def test_a_thousand_requests_leave_nothing_behind(served: Served) -> None:
+    """No page, slot, file or task; ten of each 25 stream, nine of them are left early."""
+    dice = random.Random(0)
+    bodies = [
+        {"prompt": dice.choice(PROMPTS)[:80], "max_tokens": dice.randint(1, 12), "seed": i}
+        for i in range(1000)
+    ]
+
+    async def some(bodies: list[dict[str, Any]]) -> None:
+        async with httpx.AsyncClient(base_url=served.root, timeout=90) as http:
+            calls: list[Any] = [http.post("/v1/completions", json=b) for b in bodies[10:]]
+            calls += [one_client(http, i, b, i or None) for i, b in enumerate(bodies[:10])]
+            answers = await asyncio.gather(*calls)
+        assert {a.status_code for a in answers[:-10]} == {200}
+
+    asyncio.run(some(bodies[:25]))
+    pids = served.settle()["engine"]
+    processes = [psutil.Process(p["pid"]) for p in (pids["driver"], *pids["ranks"])]
+    before, files = served.settle(), [process.num_fds() for process in processes]
+    for start in range(0, 1000, 25):
+        asyncio.run(some(bodies[start : start + 25]))
+    time.sleep(1.0)
+    after = served.settle()
+    assert after["requests_submitted"] - before["requests_submitted"] == 1000
+    assert after["tasks"] <= before["tasks"] + 2
+    for process, count in zip(processes, files, strict=True):
+        assert process.num_fds() <= count + 8
+
+
+def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
+    tmp_path: Path, repo: Path
+) -> None:
+    """`outrider serve` with HAProxy and its own cluster; SIGTERM while a stream is open."""
+    hold_ray(None)
+    keys, port = tmp_path / "keys", free_port()
+    keys.write_text("sk-one\nsk-two\n")
+    command = [sys.executable, "-m", "actors.cli", "serve", "--model", str(TINY)]
+    command += ["--port", str(port), "--set", f"serve.api_key_file={keys}"]
+    command += ["--set", "serve.slots=1", "--set", "speculation.draft_tokens=auto"]
+    root = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            says = [process.stderr.readline()]
+            while "ready: " not in says[-1]:
+                assert says[-1], "".join(says)
+                says.append(process.stderr.readline())
+            assert any("1 slot; single-slot speculation is active: 0 to 5" in line for line in says)
+            assert httpx.get(root + "/health").json()["mode"] == "single-slot"
+            assert httpx.get(root + "/v1/models").status_code == 401
+            client = openai.OpenAI(base_url=root + "/v1", api_key="sk-two", timeout=60)
+            how: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
+            stream = client.completions.create(**how, max_tokens=600, stream=True)
+            first = next(stream)
+            process.send_signal(signal.SIGTERM)
+            chunks = [first, *stream]
+            assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
