@@ -36,6 +36,7 @@ class Attention:
         self.o_proj = RowLinear(params["o_proj.weight"], device)
         scales = [params["q_norm.weight"].expand(n, -1), params["k_norm.weight"].expand(m, -1)]
         self.scale, self.eps = torch.cat(scales) + 1.0, config.rms_norm_eps
+        self.kv_weight, self.k_scale = self.in_proj.weight[n * d : (n + 2 * m) * d], self.scale[n:]
         self.k_pages, self.v_pages = pages.k[index], pages.v[index]
         self.ops = device.ops
 
@@ -65,3 +66,19 @@ class Attention:
             rows.reach,
         )
         return self.o_proj(out)
+
+    def write(self, x: Tensor, rows: Rows) -> None:
+        """x [B, R, H]: the rows' keys and values alone."""
+        m, d, ops = self.m, self.d, self.ops
+        k, v = ops.linear(x, self.kv_weight).unflatten(-1, (2 * m, d)).split_with_sizes((m, m), -2)
+        ops.qk_norm_rope_write(
+            k,
+            v,
+            self.k_scale,
+            rows.cos,
+            rows.sin,
+            self.eps,
+            self.k_pages,
+            self.v_pages,
+            rows.kv_index,
+        )

@@ -2,8 +2,8 @@
 
     no drafts: kept rows -> push             drafts again, or full: rows -> MtpDrafter.catch_up
 
-The draft attends to all rows of a request, so each goes through it once; but many at a time cost
-about as much as one. So depth 0 costs no pass of the draft.
+The draft attends to all rows of a request, so it needs each one's key and value; but many at a time
+cost about as much as one. So depth 0 costs no pass of the draft.
 Shapes: S slots + 1 | W = ROWS a slot may owe, and one place for padding | B | H
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parallel.device import Recalled
 
-ROWS = 64
-"""As many as a pass of the draft takes for about the price of one."""
+ROWS = 128
+"""A slot's take this many times H numbers; most answers end before so many wait."""
 
 
 class Backlog:

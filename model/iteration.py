@@ -106,11 +106,8 @@ class Drafter(Protocol):
         """at: where the batch's slots stand -> drafts [B, K] int64, the same on every rank."""
         ...
 
-    def catch_up(self, batch: Batch, width: int, reach: list[int] | None) -> None:
-        """See the rows of iterations without drafts, at most `width` a slot, before `batch` runs.
-
-        reach: Rows.reach of such rows.
-        """
+    def catch_up(self, batch: Batch, width: int) -> None:
+        """See the rows of iterations without drafts, `width` a slot at most, before `batch`."""
         ...
 
 
@@ -122,19 +119,17 @@ class MtpDrafter:
 
     def observe(self, chunk: Chunk, hidden: Tensor) -> None:
         table = self.slots.table_of(chunk.slots, chunk.num_pages)
-        rows = self.slots.rows(
-            chunk.slots, chunk.first, chunk.known, hidden.shape[1], table, reach=chunk.reach
-        )
-        self.draft(hidden, chunk.following, rows)
+        rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
+        self.draft.see(hidden, chunk.following, rows)
         self.slots.backlog.clear(chunk.slots)
 
-    def catch_up(self, batch: Batch, width: int, reach: list[int] | None) -> None:
+    def catch_up(self, batch: Batch, width: int) -> None:
         state, slots = self.slots, batch.slots
         owed = state.backlog
         count, table = owed.count[slots], state.table_of(slots, batch.num_pages)
         first = state.length[slots] - state.kept[slots] - count
-        rows = state.rows(slots, first, count, width, table, reach=reach)
-        self.draft(owed.hidden[slots, :width], owed.fresh[slots, :width], rows)
+        rows = state.rows(slots, first, count, width, table)
+        self.draft.see(owed.hidden[slots, :width], owed.fresh[slots, :width], rows)
         owed.clear(slots)
 
     def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:

@@ -34,14 +34,24 @@ class MtpDraft:
         self.pre_fc_norm_embedding = RmsNorm(params["pre_fc_norm_embedding.weight"], eps, device)
         self.pre_fc_norm_hidden = RmsNorm(params["pre_fc_norm_hidden.weight"], eps, device)
         own = under(params, "layers.0.")
-        mixer = Attention(config, under(own, "self_attn."), pages, 0, device)
-        self.layer = Block(own, mixer, eps, device)
+        self.attention = Attention(config, under(own, "self_attn."), pages, 0, device)
+        self.layer = Block(own, self.attention, eps, device)
         self.norm = RmsNorm(params["norm.weight"], eps, device)
 
     def __call__(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         """hidden [B, R, H] after a final norm, tokens [B, R] that follow it -> m [B, R, H]."""
-        e, n = self.pre_fc_norm_embedding, self.pre_fc_norm_hidden
-        pair = self.ops.mtp_input(tokens, self.embed_tokens, hidden, e.scale, n.scale, e.eps)
-        x = self.ops.linear(pair, self.fc)
+        x = self._input(hidden, tokens)
         part, x = self.layer(self.layer.input_layernorm(x), x, rows)
         return self.norm.after(part, x)[0]
+
+    def see(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> None:
+        """Only write the rows' keys and values, which later rows attend to.
+
+        They follow from the pair alone, since the layer is the only one.
+        """
+        self.attention.write(self.layer.input_layernorm(self._input(hidden, tokens)), rows)
+
+    def _input(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        e, n = self.pre_fc_norm_embedding, self.pre_fc_norm_hidden
+        pair = self.ops.mtp_input(tokens, self.embed_tokens, hidden, e.scale, n.scale, e.eps)
+        return self.ops.linear(pair, self.fc)

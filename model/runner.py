@@ -206,15 +206,12 @@ class Runner:
         if drafter is None:
             return
         if most and (batch.num_drafts or most > backlog.ROWS - self.run.draft_tokens - 1):
-            width, ends = 1 << (most - 1).bit_length(), [s.position - s.kept - s.owed for s in held]
-            ends += [0] * (len(batch.slots) - len(held))
-            known = self.device.capabilities.host_lengths
-            drafter.catch_up(batch, width, [end + width for end in ends] if known else None)
+            drafter.catch_up(batch, 1 << (most - 1).bit_length())
             for slot in held:
                 slot.owed = 0
         if batch.num_drafts == 0:
             for slot in held:
-                slot.owed += slot.kept if self.run_ahead == 0 else max(1, slot.waiting)
+                slot.owed += max(1, slot.waiting)
 
     def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
         run = self.run

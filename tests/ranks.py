@@ -159,7 +159,7 @@ class ForcedDrafter:
     def observe(self, chunk: Chunk, hidden: Tensor) -> None:
         """Nothing to see."""
 
-    def catch_up(self, batch: Batch, width: int, reach: list[int] | None) -> None:
+    def catch_up(self, batch: Batch, width: int) -> None:
         """Nothing to see."""
 
     def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:

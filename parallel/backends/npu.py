@@ -105,8 +105,10 @@ class NpuOps(CpuOps):
         if scale not in self._by_head:  # q's heads share a row of it, and k's another
             self._by_head[scale] = (scale[0], scale[num_q])
         q_scale, k_scale = self._by_head[scale]
-        q = self.rms_norm(qk[:, :, :num_q], q_scale, eps)
-        qk = torch.cat((q, self.rms_norm(qk[:, :, num_q:], k_scale, eps)), 2)
+        normed = [self.rms_norm(qk[:, :, num_q:], k_scale, eps)]
+        if num_q:
+            normed.insert(0, self.rms_norm(qk[:, :, :num_q], q_scale, eps))
+        qk = torch.cat(normed, 2)
         turned = qk[..., :width].float().contiguous()
         turned = self._npu.npu_rotary_mul(turned, cos, sin, rotary_mode="half").to(qk.dtype)
         qk = torch.cat((turned, qk[..., width:]), -1)

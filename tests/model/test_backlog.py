@@ -39,7 +39,7 @@ class EachRowAtOnce(MtpDrafter):
         self._first_pass(batch, at)
         return batch.slots.new_empty(len(batch.slots), 0)
 
-    def catch_up(self, batch: Batch, width: int, reach: list[int] | None) -> None:
+    def catch_up(self, batch: Batch, width: int) -> None:
         """Nothing is left to see."""
 
 
@@ -113,9 +113,9 @@ def note(drafter: Drafter | None, widths: list[int]) -> None:
     assert drafter is not None
     known = drafter.catch_up
 
-    def noting(batch: Batch, width: int, reach: list[int] | None) -> None:
+    def noting(batch: Batch, width: int) -> None:
         widths.append(width)
-        known(batch, width, reach)
+        known(batch, width)
 
     drafter.catch_up = noting  # type: ignore[method-assign]
 

@@ -86,6 +86,9 @@ def passes(batch: int, num_rows: int) -> None:
         q = rows.qk_norm_rope_write(
             qk, v, torch.zeros(n + m, D), cos, sin, 1e-6, pages, pages, index
         )
+        rows.qk_norm_rope_write(
+            qk[:, :, n:], v, torch.zeros(m, D), cos, sin, 1e-6, pages, pages, index
+        )
         attention.paged_attention(q, pages, pages, ints(batch, PAGES), positions, ints(batch), gate)
 
 

@@ -112,6 +112,19 @@ def test_qk_norm_rope(dtype, d, turn) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_without_queries(dtype) -> None:
+    qk, v, scale, cos, sin, want = attention_inputs(dtype, d=64, turn=16)
+    kv = torch.cat((qk[:, :, 4:], v), 2).to(DEVICE)
+    pages = on_device(torch.zeros(2, 4, 2, 64, dtype=dtype), torch.zeros(2, 4, 2, 64, dtype=dtype))
+    index = torch.arange(6).view(2, 3).to(DEVICE)
+    turn = on_device(scale[4:], cos, sin)
+    q = rows.qk_norm_rope_write(kv[:, :, :2], kv[:, :, 2:], *turn, EPS, *pages, index)
+    assert q.shape == (2, 3, 0, 64)
+    close(pages[0].flatten(0, 1)[:6].view(2, 3, 2, 64), want[:, :, 4:])
+    close(pages[1].flatten(0, 1)[:6].view(2, 3, 2, 64), v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_writes_touch_their_own_places_only(dtype) -> None:
     """Pages are NaN before, and NaN elsewhere after."""
     n, m, d, page = 4, 2, 64, 4

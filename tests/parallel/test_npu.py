@@ -70,9 +70,10 @@ def test_a_bfloat16_norm_does_not_round_one_plus_weight() -> None:
     assert not torch.equal(CPU.rms_norm(x, scale.to(BF16).float(), 1e-6), want)
 
 
+@pytest.mark.parametrize("n", [4, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_keys_and_values_are_turned_and_land_in_their_pages(dtype: torch.dtype) -> None:
-    batch, rows, n, m, d, width, page = 2, 3, 4, 2, 32, 8, 128
+def test_keys_and_values_are_turned_and_land_in_their_pages(dtype: torch.dtype, n: int) -> None:
+    batch, rows, m, d, width, page = 2, 3, 2, 32, 8, 128
     qk, v = drawn(batch, rows, n + m, d, dtype=dtype), drawn(batch, rows, m, d, dtype=dtype, seed=1)
     scale = (
         torch.cat(
