@@ -42,20 +42,10 @@ class Attention:
 
     def __call__(self, x: Tensor, rows: Rows) -> Tensor:
         """x [B, R, H] -> [B, R, H]; writes the rows' keys and values."""
-        n, m, d, ops = self.n, self.m, self.d, self.ops
+        n, m, d = self.n, self.m, self.d
         qk, v, gate = self.in_proj(x).split_with_sizes(self.widths, -1)
-        q = ops.qk_norm_rope_write(
-            qk.unflatten(-1, (n + m, d)),
-            v.unflatten(-1, (m, d)),
-            self.scale,
-            rows.cos,
-            rows.sin,
-            self.eps,
-            self.k_pages,
-            self.v_pages,
-            rows.kv_index,
-        )
-        out = ops.paged_attention(
+        q = self._write(qk.unflatten(-1, (n + m, d)), v.unflatten(-1, (m, d)), self.scale, rows)
+        out = self.ops.paged_attention(
             q,
             self.k_pages,
             self.v_pages,
@@ -69,16 +59,13 @@ class Attention:
 
     def write(self, x: Tensor, rows: Rows) -> None:
         """x [B, R, H]: the rows' keys and values alone."""
-        m, d, ops = self.m, self.d, self.ops
-        k, v = ops.linear(x, self.kv_weight).unflatten(-1, (2 * m, d)).split_with_sizes((m, m), -2)
-        ops.qk_norm_rope_write(
-            k,
-            v,
-            self.k_scale,
-            rows.cos,
-            rows.sin,
-            self.eps,
-            self.k_pages,
-            self.v_pages,
-            rows.kv_index,
+        m, d = self.m, self.d
+        kv = self.ops.linear(x, self.kv_weight).unflatten(-1, (2 * m, d))
+        k, v = kv.split_with_sizes((m, m), -2)
+        self._write(k, v, self.k_scale, rows)
+
+    def _write(self, qk: Tensor, v: Tensor, scale: Tensor, rows: Rows) -> Tensor:
+        pages = self.k_pages, self.v_pages
+        return self.ops.qk_norm_rope_write(
+            qk, v, scale, rows.cos, rows.sin, self.eps, *pages, rows.kv_index
         )
