@@ -4,7 +4,8 @@
 The leader has one, and its choice goes to every rank in the Plan, so ranks cannot disagree. The
 best depth yields the most tokens a second: (1 + sum of the chances that draft 1..k is kept) / time.
 All depths are tried at first. Then it is the turn of the one not tried for longest whenever such a
-trial costs at most TRIAL_COST of the tokens since the last: none is off for good.
+trial costs at most TRIAL_COST of the tokens since the last, or PROBE_BY steps have passed: none is
+off for good.
 """
 
 from __future__ import annotations

@@ -28,6 +28,14 @@ class Backlog:
         self.hidden = hidden.new_zeros(num_slots, ROWS + 1, hidden.shape[-1])
         self._ahead = torch.arange(hidden.shape[1], device=hidden.device)
 
+    @staticmethod
+    def slot_bytes(hidden_size: int, item: int) -> int:
+        """Bytes of one slot's rows; item: of a hidden's element."""
+        return (ROWS + 1) * (hidden_size * item + torch.int64.itemsize)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.fresh, self.hidden]
+
     def push(self, slots: Tensor, at: Recalled) -> None:
         """Add the rows kept by the last pass. The host sees to it that no slot owes too many."""
         before, ahead = self.count[slots], self._ahead[: at.fresh.shape[1]]

@@ -213,9 +213,10 @@ class Iteration:
         """Bytes of weights, states and KV; storage that is shared counts once."""
         other = storages([self.slots, self.states, self.pages, self.draft_pages])
         pages = [self.pages, *([self.draft_pages] if self.draft_pages else [])]
+        slots = [self.states, self.slots.backlog]
         return {
             "weights": sum(n for where, n in storages(self).items() if where not in other),
-            "states": sum(t.nbytes for t in self.states.tensors()),
+            "states": sum(t.nbytes for held in slots for t in held.tensors()),
             "kv": sum(t.nbytes for held in pages for t in held.tensors()),
         }
 

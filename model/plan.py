@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from model.backlog import Backlog
 from model.config import ConfigError, ModelConfig, RunConfig
 from model.weights import rules
 from parallel.device import Capabilities
@@ -28,7 +29,7 @@ class MemoryPlan:
     """KV of one token: "target" and "draft"."""
     page_tokens: int
     slot_bytes: int
-    """States, factors and conv windows of one slot, all GDN layers."""
+    """States, factors and conv windows of one slot, all GDN layers; and the draft's backlog."""
     num_slots: int
     """Slots, the padding slot included."""
 
@@ -77,7 +78,8 @@ def _slot_bytes(model: ModelConfig, run: RunConfig, item: int) -> int:
     state = heads * g.head_k_dim * g.head_v_dim
     factors = rows * (keys * g.head_k_dim + heads * g.head_v_dim + heads)
     conv = (g.conv_kernel - 1 + rows) * (2 * g.key_dim + g.value_dim) // size
-    return len(model.gdn_layers) * (4 * (state + factors) + item * conv)
+    waiting = Backlog.slot_bytes(model.hidden_size, item) if run.draft_tokens else 0
+    return len(model.gdn_layers) * (4 * (state + factors) + item * conv) + waiting
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch_npu  # pyright: ignore[reportMissingImports]
-from torch.library import register_fake
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import parallel.backends.npu as backend
@@ -217,7 +217,7 @@ def check_task_groups() -> None:
         (f"npu::_{score[5:]}_infer_output", lambda q, *_, **__: (q.clone(), q.new_empty(1))),
         (f"{score}.out", lambda *_, out, **__: tuple(out)),
     ):
-        register_fake(name, fake)
+        library.register_fake(name, fake)
     runtime = TaskGroups()
     ops = backend.NpuOps(META, torch.ops.npu, runtime)
     q, pages = (torch.empty(s, dtype=BF16, device=META) for s in ((2, 4, 8, 256), (5, 128, 2, 256)))
