@@ -5,7 +5,8 @@
 Programmatic dependent launch (capability 9.0): all programs of a kernel say at once that the next
 may start, and wait for the kernel before to end only where they first touch what it wrote. So start
 and drain of short kernels overlap, and a weight streams into the second-level cache meanwhile.
-A kernel launched so must call after_previous before it reads or writes anything but weights.
+A kernel launched so must call after_previous before it reads or writes anything but weights; one
+that loads weights first calls the two halves of it.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -38,8 +39,21 @@ def _has_dependent_launch(device: torch.device) -> bool:
 @triton.jit
 def after_previous(PDL: tl.constexpr):
     """Let the next kernel start; then wait until the one before has ended and its writes show."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """First half of after_previous, for a kernel that has work before it waits."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Second half of after_previous."""
+    if PDL:
         gdc_wait()
 
 

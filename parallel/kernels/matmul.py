@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel.kernels.launch import after_previous, overlapped, prefetch
+from parallel.kernels.resident import fits, resident
 from parallel.kernels.rows import LOWEST, _sortable, pair_of
 
 MAX_ROWS = 64
@@ -115,11 +116,14 @@ def _flat(x: Tensor, w: Tensor) -> Tensor:
 def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
     flat = _flat(x, w)
     num_rows, inner = flat.shape
-    tiling = rows_tiling(num_rows, w.shape[0], inner)
     width = w.shape[0] // 2 if gated else w.shape[0]
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
+    if fits(flat, num_rows):
+        resident(flat, w, y, gated=gated)
+        return y
+    tiling = rows_tiling(num_rows, w.shape[0], inner)
     tiles = triton.cdiv(width, tiling.columns // 2 if gated else tiling.columns)
     partial = y
     if tiling.split > 1:

@@ -1,0 +1,163 @@
+"""Products of at most 16 rows whose weights wait in registers before the rows are there.
+
+    load all of 16 columns -> after the kernel before: rows from L2, tensor cores -> one sum -> y
+
+Reading a weight from L2 takes nearly as long as reading it from memory, so a weight prefetched to
+there is still paid for once the rows come. Here a program has its columns' whole weight in
+registers by then. A warp holds 16 columns of a 512 wide piece of K, 128 registers a thread; the
+warps of a program lie along K, so no sum goes through memory. Each thread loads 16 contiguous bytes
+that are its own operands of the tensor core's m16n8k16 instruction: which k lies where within 32 is
+free, as long as both factors agree (_operand).
+Letters: N rows | K inner width | O, i columns of a result | G groups of 32 of K in a step
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
+
+MAX_ROWS = 16
+MAX_WARPS = 16
+DEPTH = 512
+"""Of K that a warp holds, in HELD steps; what 16 warps cannot hold is read after the wait."""
+HELD = 4
+
+
+def fits(x: Tensor, num_rows: int) -> bool:
+    """Whether resident takes such rows [.., K]: 16 bits each, 16 bytes at a time."""
+    return num_rows <= MAX_ROWS and x.element_size() == 2 and x.shape[-1] % 8 == 0
+
+
+def resident(x: Tensor, w: Tensor, y: Tensor, *, gated: bool) -> None:
+    """x [N, K] @ w [O, K]^T -> y [N, O], summed in float32; gated: as few_rows_swiglu, y [N, i].
+
+    x's last dim has stride 1; w and y are contiguous. A row's result depends on no other row.
+    """
+    num_rows, inner = x.shape
+    width = w.shape[0] // 2 if gated else w.shape[0]
+    warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(inner, DEPTH)))
+    step = DEPTH // HELD * warps
+    _resident_kernel[(triton.cdiv(width, 8 if gated else 16),)](
+        x, w, y, num_rows, x.stride(0), width,
+        K=inner, G=step // 32, STEPS=triton.cdiv(inner, step), HELD=HELD,
+        BLOCKS=triton.cdiv(num_rows, 8), GATED=gated, FACTOR=_factor(x),
+        num_warps=warps, **_registers(x, warps), **overlapped(x),
+    )  # fmt: skip
+
+
+def _factor(x: Tensor) -> tl.dtype:
+    """What the tensor cores multiply. Interpreted there is no bfloat16 product."""
+    if not x.is_cuda:
+        return tl.float32
+    return tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
+
+
+def _registers(x: Tensor, warps: int) -> dict[str, Any]:
+    """So many a thread that three programs of four warps share a processor, or one of 16 fits."""
+    return {"maxnreg": 128 if warps == MAX_WARPS else 168} if x.is_cuda else {}
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _resident_kernel(
+    x, w, y, num_rows, x_row, width,
+    K: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
+    BLOCKS: tl.constexpr, GATED: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: 16 columns of the weight, as pairs: neighbours, or gate and up of a column."""
+    let_next_start(PDL)
+    c = tl.arange(0, 8)
+    if GATED:
+        first = tl.minimum(tl.program_id(0) * 8 + c, width - 1)
+        second = first + width
+    else:
+        first = tl.minimum(tl.program_id(0) * 16 + 2 * c, width - 1)
+        second = tl.minimum(first + 1, width - 1)
+    first, second = w + first.to(tl.int64) * K, w + second.to(tl.int64) * K
+    held = ()
+    for step in tl.static_range(STEPS):
+        if step < HELD:
+            held = held + (_columns(first, second, step, K, G),)  # noqa: RUF005 (Triton)
+    if STEPS > HELD:
+        ahead: tl.constexpr = HELD * G * 32
+        prefetch(first + ahead, (K - ahead) * 2, PDL)
+        prefetch(second + ahead, (K - ahead) * 2, PDL)
+    wait_for_previous(PDL)
+    totals = ()
+    for _ in tl.static_range(BLOCKS):
+        totals = totals + (tl.zeros((G, 16, 8), tl.float32),)  # noqa: RUF005 (Triton)
+    for step in tl.static_range(STEPS):
+        if step < HELD:
+            one, two = held[step]
+        else:
+            one, two = _columns(first, second, step, K, G)
+        pair = tl.permute(tl.join(one, two), (3, 0, 1, 2))
+        left = _operand(tl.reshape(pair, (16, G, 32)), 16, G).to(FACTOR)
+        sums = ()
+        for block in tl.static_range(BLOCKS):
+            n = block * 8 + c
+            k = _inner(step, G)
+            rows = x + n[:, None, None] * x_row + k
+            alive = (n < num_rows)[:, None, None]
+            if K % (G * 32) != 0:
+                alive = alive & (k < K)
+            right = _operand(tl.load(rows, mask=alive, other=0.0), 8, G).to(FACTOR)
+            sums = sums + (tl.dot(left, tl.permute(right, (0, 2, 1)), totals[block]),)  # noqa: RUF005
+        totals = sums
+    for block in tl.static_range(BLOCKS):
+        _write(tl.sum(totals[block], 0), y, block * 8, num_rows, width, GATED)
+
+
+@triton.jit
+def _inner(step, G: tl.constexpr):
+    """Which k a step's operands hold [1, G, 32]."""
+    group = step * G + tl.arange(0, G)
+    return group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+
+
+@triton.jit
+def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
+    """A step's weights of each pair of columns, twice [8, G, 32]."""
+    k = _inner(step, G)
+    if K % (G * 32) == 0:
+        return tl.load(first[:, None, None] + k), tl.load(second[:, None, None] + k)
+    inside = k < K
+    one = tl.load(first[:, None, None] + k, mask=inside, other=0.0)
+    return one, tl.load(second[:, None, None] + k, mask=inside, other=0.0)
+
+
+@triton.jit
+def _operand(t, N: tl.constexpr, G: tl.constexpr):
+    """[N, G, 32] as loaded, 8 contiguous of 32 a lane -> [G, N, 32] as the lanes multiply them.
+
+    A lane's operands of two m16n8k16 are 4 of the first 16 and 4 of the second.
+    """
+    t = tl.reshape(tl.permute(t, (1, 0, 2)), (G, N, 4, 2, 4))
+    return tl.reshape(tl.permute(t, (0, 1, 3, 2, 4)), (G, N, 32))
+
+
+@triton.jit
+def _write(total, y, first_row, num_rows, width, GATED: tl.constexpr):
+    """[16 columns, 8 rows] of float32, rounded; with GATED as rows.swiglu rounds."""
+    dtype = y.dtype.element_ty
+    pair = tl.permute(tl.reshape(total.to(dtype), (2, 8, 8)), (1, 2, 0))
+    c, n = tl.arange(0, 8), first_row + tl.arange(0, 8)
+    if GATED:
+        gate, up = tl.split(pair.to(tl.float32))
+        factor = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+        o = (tl.program_id(0) * 8 + c)[:, None]
+        mask = (o < width) & (n < num_rows)[None, :]
+        tl.store(y + n[None, :] * width + o, (up * factor).to(dtype), mask=mask)
+    else:
+        both = tl.arange(0, 2)[None, None, :]
+        o = tl.program_id(0) * 16 + 2 * c[:, None, None] + both
+        mask = (o < width) & (n < num_rows)[None, :, None]
+        tl.store(y + n[None, :, None] * width + o, pair, mask=mask)
