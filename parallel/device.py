@@ -165,7 +165,11 @@ class Ops(Protocol):
     def sum_add_rms_norm(
         self, part: Tensor, residual: Tensor, scale: Tensor, eps: float, group: Group
     ) -> tuple[Tensor, Tensor]:
-        """add_rms_norm of the sum of `part` over the group's ranks."""
+        """add_rms_norm of the sum of `part` over the group's ranks.
+
+        The norm is good until the next such call. A rank may keep only a share of the stream's
+        rows: the second result is the `residual` of a next call of the same shape, no more.
+        """
         ...
 
     def embed_rms_norm(

@@ -58,6 +58,32 @@ class Mail:
         return self.inbox.shape[3]
 
 
+HALL_ELEMENTS, HALL_PROGRAMS = 1 << 24, 128
+"""bfloat16 that a Hall takes: 8,192 rows of 2,048; it holds them twice, 64 MiB"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hall:
+    """Where kernels of the ranks bring each other whole rows (kernels/two_shot.py)."""
+
+    parts: Tensor
+    """[size, share] bfloat16: parts of this rank's rows, one sender after the other"""
+    room: Tensor
+    """[elements] bfloat16: finished rows of all ranks"""
+    flags: Tensor
+    """[2, size, programs] int32, zero at first: what each sender's programs have told"""
+    peers: Tensor
+    """[3, size] int64: addresses of every rank's parts, room and flags as this rank sees them"""
+    turns: Tensor
+    """[programs] int32: how often each program has met its like"""
+    rank: int
+    size: int
+
+    @property
+    def programs(self) -> int:
+        return self.flags.shape[2]
+
+
 class CollectiveError(RuntimeError):
     """A rank did not come to a collective in time."""
 
@@ -68,7 +94,8 @@ class Group:
     rank: int = 0
     size: int = 1
     mail: Mail | None = None
-    """Set where kernels of the ranks can write to each other."""
+    hall: Hall | None = None
+    """Both set where kernels of the ranks can write to each other."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of `x` over the ranks; same shape and dtype. `x` may be overwritten."""
@@ -163,15 +190,25 @@ class PeerGroup(ProcessGroup):
         self._parts: dict[torch.Size, Tensor] = {}
         self._buffer = symmetric.empty(PEER_BUFFER_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._buffer, dist.group.WORLD)
-        shape = (2, size, MAIL_ROWS, MAIL_WORDS)
-        inbox = symmetric.empty(shape, dtype=torch.int64, device=device).zero_()
-        inboxes = symmetric.rendezvous(inbox, dist.group.WORLD)
-        addresses = [inboxes.get_buffer(r, shape, torch.int64).data_ptr() for r in range(size)]
-        peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        inbox, peers = self._shared((2, size, MAIL_ROWS, MAIL_WORDS), torch.int64)
         turns = torch.zeros(MAIL_ROWS, dtype=torch.int32, device=device)
         self.mail = Mail(inbox, peers, turns, rank, size)
+        parts, of_parts = self._shared((size, HALL_ELEMENTS // size), torch.bfloat16)
+        room, of_room = self._shared((HALL_ELEMENTS,), torch.bfloat16)
+        flags, of_flags = self._shared((2, size, HALL_PROGRAMS), torch.int32)
+        peers = torch.stack((of_parts, of_room, of_flags))
+        self.hall = Hall(parts, room, flags, peers, turns.new_zeros(HALL_PROGRAMS), rank, size)
         torch.cuda.synchronize()
         dist.barrier()  # no word may come before its inbox is zero
+
+    def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Zeros that the peers can write to, and the addresses [size] of every rank's."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        mine = symmetric.empty(shape, dtype=dtype, device=torch.device("cuda")).zero_()
+        all_ = symmetric.rendezvous(mine, dist.group.WORLD)
+        addresses = [all_.get_buffer(r, shape, dtype).data_ptr() for r in range(self.size)]
+        return mine, torch.tensor(addresses, dtype=torch.int64, device=mine.device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes > PEER_BUFFER_BYTES or x.nbytes % 16 or x.dtype not in PEER_DTYPES:

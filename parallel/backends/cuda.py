@@ -28,11 +28,21 @@ class CudaOps(CpuOps):
     """The CUDA backend; see parallel.device.Ops for shapes and meaning."""
 
     def __init__(self, device: torch.device) -> None:
-        from parallel.kernels import attention, gdn, matmul, peer, place, prompt, rows, slots
+        from parallel.kernels import (
+            attention,
+            gdn,
+            matmul,
+            peer,
+            place,
+            prompt,
+            rows,
+            slots,
+            two_shot,
+        )
 
         self._rows, self._gdn, self._attention, self._place = rows, gdn, attention, place
         self._matmul, self._peer, self._slots, self._prompt = matmul, peer, slots, prompt
-        self._chunk_rule = _chunk_rule()
+        self._two_shot, self._chunk_rule = two_shot, _chunk_rule()
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     def place_rows(
@@ -77,6 +87,8 @@ class CudaOps(CpuOps):
     ) -> tuple[Tensor, Tensor]:
         if group.mail is not None and self._peer.fits(part, group.mail):
             return self._peer.sum_add_rms_norm(part, residual, scale, eps, group.mail)
+        if group.hall is not None and self._two_shot.fits(part, group.hall):
+            return self._two_shot.sum_add_rms_norm(part, residual, scale, eps, group.hall)
         return self.add_rms_norm(group.all_reduce(part), residual, scale, eps)
 
     def embed_rms_norm(

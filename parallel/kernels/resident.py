@@ -103,14 +103,9 @@ def _resident_kernel(
         left = _operand(tl.reshape(pair, (16, G, 32)), 16, G).to(FACTOR)
         sums = ()
         for block in tl.static_range(BLOCKS):
-            n = block * 8 + c
-            k = _inner(step, G)
-            rows = x + n[:, None, None] * x_row + k
-            alive = (n < num_rows)[:, None, None]
-            if K % (G * 32) != 0:
-                alive = alive & (k < K)
-            right = _operand(tl.load(rows, mask=alive, other=0.0), 8, G).to(FACTOR)
-            sums = sums + (tl.dot(left, tl.permute(right, (0, 2, 1)), totals[block]),)  # noqa: RUF005
+            right = _rows(x, block * 8 + c, num_rows, x_row, step, K, G)
+            right = tl.permute(_operand(right, 8, G).to(FACTOR), (0, 2, 1))
+            sums = sums + (tl.dot(left, right, totals[block]),)  # noqa: RUF005 (Triton)
         totals = sums
     for block in tl.static_range(BLOCKS):
         _write(tl.sum(totals[block], 0), y, block * 8, num_rows, width, GATED)
@@ -132,6 +127,16 @@ def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
     inside = k < K
     one = tl.load(first[:, None, None] + k, mask=inside, other=0.0)
     return one, tl.load(second[:, None, None] + k, mask=inside, other=0.0)
+
+
+@triton.jit
+def _rows(x, n, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
+    """A step's piece of rows n [8, G, 32]."""
+    k = _inner(step, G)
+    alive = (n < num_rows)[:, None, None]
+    if K % (G * 32) != 0:
+        alive = alive & (k < K)
+    return tl.load(x + n[:, None, None] * x_row + k, mask=alive, other=0.0)
 
 
 @triton.jit

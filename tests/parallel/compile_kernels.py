@@ -19,8 +19,20 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from parallel.device import GdnLayer, SlotMemory
-from parallel.group import Mail
-from parallel.kernels import attention, gdn, launch, matmul, peer, place, prompt, rows, slots
+from parallel.group import Hall, Mail
+from parallel.kernels import (
+    attention,
+    gdn,
+    launch,
+    matmul,
+    peer,
+    place,
+    prompt,
+    resident,
+    rows,
+    slots,
+    two_shot,
+)
 
 H, D, PAGE, PAGES, X = 2048, 256, 64, 48, 6
 COMPILED: dict[str, object] = {}
@@ -54,7 +66,7 @@ def gdn_layer() -> GdnLayer:
 
 
 def products(arrivals: Tensor) -> None:
-    for n in (1, 6, 48):
+    for n in (1, 6, 16, 48):
         matmul.few_rows(bf16(n, 2048), bf16(4112, 2048), arrivals)
         matmul.few_rows(bf16(n, 1024), bf16(2048, 1024), arrivals)
         matmul.few_rows_swiglu(bf16(n, 2048), bf16(6144, 2048), arrivals)
@@ -114,6 +126,9 @@ def exchange(num_rows: int) -> None:
     part = bf16(num_rows, H)
     peer.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, mail)
     peer.choose_over_ranks(ints(num_rows, 1940), 0, mail)
+    flags, turns = torch.zeros(2, 2, 128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    hall = Hall(bf16(2, 1 << 22), bf16(1 << 23), flags, ints(3, 2), turns, 0, 2)
+    two_shot.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, hall)
 
 
 def ends(batch: int) -> None:
@@ -142,7 +157,18 @@ def everything() -> None:
 
 def kernels() -> Iterator[str]:
     """Names of all kernels that launch."""
-    for module in (attention, gdn, matmul, peer, place, prompt, rows, slots):
+    for module in (
+        attention,
+        gdn,
+        matmul,
+        peer,
+        place,
+        prompt,
+        resident,
+        rows,
+        slots,
+        two_shot,
+    ):
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and name.endswith("_kernel"):
                 yield f"{module.__name__}.{name}"

@@ -16,14 +16,17 @@ from torch import Tensor
 
 import tests.parallel.conftest  # noqa: F401  (also in the processes: interpreted where no GPU is)
 from parallel.backends.cpu import CpuOps
-from parallel.group import Mail
-from parallel.kernels import peer
+from parallel.group import Hall, Mail
+from parallel.kernels import peer, two_shot
 from parallel.kernels.rows import top_keys
 from tests.parallel.test_kernels_rows import DEVICE, EPS, close, rand
 
 ROWS, WORDS = 8, 64
 SHAPES = [(1, 1, 128), (2, 3, 100), (8, 128)]
 VOCABULARY = 5000
+MANY = [(37, 128), (2, 9, 104), (4, 128)]
+"""Of two_shot, whose programs take several turns at the first and none at the last."""
+PROGRAMS, ROOM = 2, 48 * 128
 
 
 def mails(inboxes: list[Tensor], device: str) -> list[Mail]:
@@ -35,6 +38,43 @@ def mails(inboxes: list[Tensor], device: str) -> list[Mail]:
 def inboxes(size: int, device: str) -> list[Tensor]:
     shape = (2, size, ROWS, WORDS)
     return [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(size)]
+
+
+def halls(places: list[tuple[Tensor, ...]], device: str) -> list[Hall]:
+    """places: parts, room and flags of each rank."""
+    addresses = [[t.data_ptr() for t in each] for each in zip(*places, strict=True)]
+    peers, size = torch.tensor(addresses, device=device), len(places)
+    turns = [torch.zeros(PROGRAMS, dtype=torch.int32, device=device) for _ in places]
+    return [Hall(*places[r], peers, turns[r], r, size) for r in range(size)]
+
+
+def places(size: int, device: str) -> list[tuple[Tensor, ...]]:
+    half, whole = (
+        {"dtype": torch.bfloat16, "device": device},
+        {"dtype": torch.int32, "device": device},
+    )
+    return [
+        (
+            torch.zeros(size, ROOM // size, **half),
+            torch.zeros(ROOM, **half),
+            torch.zeros(2, size, PROGRAMS, **whole),
+        )
+        for _ in range(size)
+    ]
+
+
+def many(rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
+    """case() of two_shot."""
+    shape = MANY[turn % len(MANY)]
+    part = rand(*shape, seed=10 * turn + rank, dtype=torch.bfloat16)
+    return part, rand(*shape, seed=turn, dtype=torch.bfloat16), rand(shape[-1], seed=turn)
+
+
+def owned(total: Tensor, rank: int, size: int) -> Tensor:
+    """The rows [.., d] that `rank` keeps, the others zero."""
+    flat = total.flatten(0, -2)
+    owner = torch.arange(len(flat), device=total.device) // two_shot.ROWS % size
+    return torch.where((owner == rank)[:, None], flat, 0.0)
 
 
 def case(rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,6 +98,20 @@ def inputs(rank: int, device: str) -> list[tuple[Tensor, ...]]:
     turns = range(2 * len(SHAPES))
     moved = [(*case(rank, turn), logits(rank)) for turn in turns]
     return [tuple(t.to(device) for t in tensors) for tensors in moved]
+
+
+def more_inputs(rank: int, device: str) -> list[tuple[Tensor, ...]]:
+    moved = [many(rank, turn) for turn in range(2 * len(MANY))]
+    return [tuple(t.to(device) for t in tensors) for tensors in moved]
+
+
+def more_calls(hall: Hall, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """What one rank does in the second part."""
+    results = []
+    for part, residual, scale in given:
+        y, total = two_shot.sum_add_rms_norm(part, residual, scale, EPS, hall)
+        results += y.clone(), owned(total, hall.rank, hall.size)
+    return results
 
 
 def calls(rank: int, mail: Mail, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -84,32 +138,47 @@ def prepare(rank: int, size: int, given: list[tuple[Tensor, ...]], device: str) 
     return results
 
 
-def body(rank: int, shared: list[Tensor], queue) -> None:
+def prepare_more(rank: int, size: int, given: list[tuple[Tensor, ...]], device: str) -> None:
+    for each in given:
+        there = places(size, device)
+        for _, _, flags in there:
+            flags.fill_(1)
+        more_calls(halls(there, device)[rank], [each])
+
+
+def body(rank: int, shared: list[Tensor], rooms: list[tuple[Tensor, ...]], queue) -> None:
     torch.set_num_threads(1)
     prepare(rank, len(shared), inputs(rank, "cpu")[:2], "cpu")
+    prepare_more(rank, len(shared), more_inputs(rank, "cpu")[:1], "cpu")
     results = calls(rank, mails(shared, "cpu")[rank], inputs(rank, "cpu"))
+    results += more_calls(halls(rooms, "cpu")[rank], more_inputs(rank, "cpu"))
     queue.put((rank, [t.tolist() for t in results]))
 
 
 def run(size: int) -> list[list[Tensor]]:
     """The results of every rank, as CPU tensors."""
+    rooms = places(size, DEVICE)
     if DEVICE == "cuda":
-        made = mails(inboxes(size, DEVICE), DEVICE)
+        made, meets = mails(inboxes(size, DEVICE), DEVICE), halls(rooms, DEVICE)
         streams = [torch.cuda.Stream() for _ in made]
         given = [inputs(rank, DEVICE) for rank in range(size)]
+        more = [more_inputs(rank, DEVICE) for rank in range(size)]
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 prepare(rank, size, given[rank], DEVICE)
+                prepare_more(rank, size, more[rank], DEVICE)
         results = []
         torch.cuda.synchronize()
         for rank, (mail, stream) in enumerate(zip(made, streams, strict=True)):
             with torch.cuda.stream(stream):
                 results.append(calls(rank, mail, given[rank]))
+                results[-1] += more_calls(meets[rank], more[rank])
         torch.cuda.synchronize()
         return [[t.cpu() for t in mine] for mine in results]
     context = torch.multiprocessing.get_context("spawn")
     shared, queue = [t.share_memory_() for t in inboxes(size, DEVICE)], context.Queue()
-    ranks = [context.Process(target=body, args=(r, shared, queue)) for r in range(size)]
+    rooms = [tuple(t.share_memory_() for t in of_rank) for of_rank in rooms]
+    ranks = [context.Process(target=body, args=(r, shared, rooms, queue)) for r in range(size)]
     for process in ranks:
         process.start()
     try:
@@ -123,6 +192,9 @@ def run(size: int) -> list[list[Tensor]]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
     got = run(size)
+    wide = [mine[-4 * len(MANY) :] for mine in got]
+    got = [mine[: -4 * len(MANY)] for mine in got]
+    check_many(wide, size)
     for rank, mine in enumerate(got):
         for a, b in zip(mine, got[0], strict=True):
             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"rank {rank} differs from rank 0"
@@ -139,3 +211,16 @@ def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
         if turn % 2:
             pairs = [ops.top_pair(logits(r), r * VOCABULARY) for r in range(size)]
             assert torch.equal(next(results), ops.choose_pair(torch.stack(pairs)))
+
+
+def check_many(got: list[list[Tensor]], size: int) -> None:
+    """Every rank has all norms, and its own rows of the stream."""
+    ops = CpuOps()
+    for turn in range(2 * len(MANY)):
+        parts = [many(rank, turn)[0] for rank in range(size)]
+        _, residual, scale = many(0, turn)
+        total = torch.stack(parts).float().sum(0).to(torch.bfloat16)
+        norm, stream = ops.add_rms_norm(total, residual, scale, EPS)
+        for rank, mine in enumerate(got):
+            close(mine[2 * turn].to(torch.bfloat16), norm)
+            close(mine[2 * turn + 1].to(torch.bfloat16), owned(stream, rank, size))
