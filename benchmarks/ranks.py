@@ -148,41 +148,52 @@ def body(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
     if rank == 0:
         for row in rows:
             print(row, flush=True)
-    if options["profile"] and rank == 0:
-        profile(runner, chain, options)
-    elif options["profile"]:
-        drive(runner, [[1] * options["prompt"]], PROFILED_TOKENS)
+    for batch in batches if options["profile"] else ():
+        prompts = [[1] * options["prompt"]] * batch
+        if rank == 0:
+            file = Path(options["profile"])
+            profile(runner, prompts, file.with_name(f"{file.stem}-{batch}{file.suffix}"))
+        else:
+            drive(runner, prompts, PROFILED_TOKENS)
     queue.put((rank, {"load_s": load_s, "rows": rows}))
     store.add("done", 1)
     while store.add("done", 0) < size:
         time.sleep(0.01)
 
 
-def profile(runner: Runner, chain: planted.Chain, options: dict[str, Any]) -> None:
-    """What each kernel adds to an iteration, and how busy the device is, as a table in a file."""
+def profile(runner: Runner, prompts: list[list[int]], file: Path) -> None:
+    """What each kernel adds to an iteration and to the prompts, and how busy the device is.
+
+    A table in `file`, and beside it the trace.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        drive(runner, [[1] * options["prompt"]], PROFILED_TOKENS)
-    file = Path(options["profile"])
+        drive(runner, prompts, PROFILED_TOKENS)
     trace.export_chrome_trace(str(file.with_suffix(".trace.json")))
     events = json.loads(file.with_suffix(".trace.json").read_text())["traceEvents"]
-    file.write_text(timeline([e for e in events if e.get("cat") in DEVICE_WORK]))
+    file.write_text(tables([e for e in events if e.get("cat") in DEVICE_WORK]))
 
 
-def timeline(events: list[dict[str, Any]]) -> str:
-    """Chrome-trace events of one device -> a table by kernel over the decode iterations.
-
-    Kernels may overlap, so a kernel counts for what it adds: from the latest end before it, or its
-    own start if that is later, to its own end. What lies between is idle time.
-    """
+def tables(events: list[dict[str, Any]]) -> str:
+    """Chrome-trace events of one device -> the decode iterations by kernel, then the prompts."""
     events.sort(key=lambda e: e["ts"] + e["dur"])
     commits = [i for i, e in enumerate(events) if "_commit_kernel" in e["name"]]
     first, last = commits[len(commits) // 4], commits[-2]
     iterations = sum(first < i <= last for i in commits)
-    end = begun = events[first]["ts"] + events[first]["dur"]
+    decode = timeline(events[first : last + 1], iterations, "iterations")
+    return decode + "\n" + timeline(events[: commits[0]], 1, "stretch of prompts")
+
+
+def timeline(events: list[dict[str, Any]], rounds: int, what: str) -> str:
+    """Events by time of their end -> a table by kernel, the first event left out.
+
+    Kernels may overlap, so a kernel counts for what it adds: from the latest end before it, or its
+    own start if that is later, to its own end. What lies between is idle time.
+    """
+    end = begun = events[0]["ts"] + events[0]["dur"]
     idle_us, added, calls = 0.0, defaultdict[str, float](float), Counter[str]()
-    for event in events[first + 1 : last + 1]:
+    for event in events[1:]:
         name, start = event["name"][:70], max(end, event["ts"])
         idle_us += start - end
         end = event["ts"] + event["dur"]
@@ -190,11 +201,10 @@ def timeline(events: list[dict[str, Any]]) -> str:
         calls[name] += 1
     total_us = end - begun
     lines = [
-        f"{iterations} iterations of {total_us / iterations:.1f} us, "
-        f"device busy {1 - idle_us / total_us:.2%}"
+        f"{rounds} {what} of {total_us / rounds:.1f} us, device busy {1 - idle_us / total_us:.2%}"
     ]
     for name, us in sorted(added.items(), key=lambda item: -item[1]):
-        lines.append(f"{us / iterations:8.1f} us {calls[name] / iterations:6.1f} calls  {name}")
+        lines.append(f"{us / rounds:8.1f} us {calls[name] / rounds:6.1f} calls  {name}")
     return "\n".join(lines) + "\n"
 
 
@@ -215,7 +225,7 @@ def main(
     accept: float = 0.8425,
     seed: int = 0,
     collective: Annotated[str, typer.Option(help="Empty: the device's own.")] = "",
-    profile: Annotated[str, typer.Option(help="File for a kernel table.")] = "",
+    profile: Annotated[str, typer.Option(help="Files for kernel tables, one a batch size.")] = "",
 ) -> None:
     """Measure; JSON on the last line."""
     options = {
