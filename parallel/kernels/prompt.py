@@ -24,6 +24,8 @@ from parallel.kernels.launch import after_previous, overlapped
 
 TILE = 32
 """Rows of one program."""
+NORM_LINES = 32
+"""Heads of rows that one program of the gated norm takes."""
 KEEP_PIECE = 512
 """Channels of one program that keeps the window."""
 
@@ -70,11 +72,12 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) 
     y = torch.empty(x.shape, dtype=z.dtype, device=x.device)
     assert x.is_contiguous()
     assert z.stride()[2:] == (d, 1)
-    if y.numel():
-        _gated_norm_kernel[(x.shape[0] * rows * heads,)](
-            x, z, weight, y, rows, heads, *z.stride()[:2], eps,
-            D=d, BLOCK=triton.next_power_of_2(d), SILU=gate == "silu", num_warps=1,
-            **overlapped(x),
+    lines = x.shape[0] * rows * heads
+    if lines:
+        _gated_norm_kernel[(triton.cdiv(lines, NORM_LINES),)](
+            x, z, weight, y, lines, rows, *z.stride()[:2], eps,
+            HEADS=heads, D=d, BLOCK=triton.next_power_of_2(d), LINES=NORM_LINES, SILU=gate == "silu",
+            num_warps=4, **overlapped(x),
         )  # fmt: skip
     return y
 
@@ -163,20 +166,22 @@ def _keep_kernel(
 
 @triton.jit
 def _gated_norm_kernel(
-    x, z, weight, y, rows, heads, z_b, z_r, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+    x, z, weight, y, lines, rows, z_b, z_r, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, SILU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a head of a row."""
-    line = tl.program_id(0).to(tl.int64)
+    """One program LINES heads of rows."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight + at, mask=at < D, other=0.0)
     after_previous(PDL)
-    token, head = line // heads, line % heads
-    at = tl.arange(0, BLOCK)
-    inside = at < D
-    z_at = z + token // rows * z_b + token % rows * z_r + head * D + at
+    token, head = line // HEADS, line % HEADS
+    inside = (line < lines) & (at < D)
+    z_at = z + (token // rows).to(tl.int64) * z_b + token % rows * z_r + head * D + at
+    line = line.to(tl.int64)
     gate = tl.load(z_at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + line * D + at, mask=inside, other=0.0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / D + eps)
-    value *= tl.load(weight + at, mask=inside, other=0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None] * scale
     act = tl.sigmoid(gate)
     if SILU:
         act *= gate

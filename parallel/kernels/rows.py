@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel.kernels.launch import after_previous, overlapped
 
-ROW_PIECE = 512
+ROW_PIECE = 1024
 """Elements of a row that one program of an elementwise kernel takes."""
 TOP_PIECE = 2048
 """Logits that one program of the first stage looks through."""
