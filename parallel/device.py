@@ -152,6 +152,13 @@ class Ops(Protocol):
         """x [..., in], weight [out, in] -> [..., out]."""
         ...
 
+    def linear_part(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        """linear, of whose result sum_add_rms_norm takes the sum over the group's ranks.
+
+        That call is the next over the group, and a backend may already send what it will need.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """x / rms(x) * scale over the last dim, in x's dtype; scale [d] or [n, d], float32."""
         ...

@@ -28,7 +28,7 @@ class RowLinear:
     """weight [out, in share]; -> this rank's part of the sum over `device.tp`."""
 
     def __init__(self, weight: Tensor, device: Device) -> None:
-        self.weight, self.ops = weight, device.ops
+        self.weight, self.ops, self.group = weight, device.ops, device.tp
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.weight)
+        return self.ops.linear_part(x, self.weight, self.group)

@@ -53,6 +53,9 @@ class CpuOps:
             return torch.mm(weight, x.reshape(num_rows, -1).t()).t().reshape(*x.shape[:-1], -1)
         return F.linear(x, weight)
 
+    def linear_part(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        return self.linear(x, weight)
+
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * _inverse_rms(wide, eps) * scale).to(x.dtype)

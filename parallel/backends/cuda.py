@@ -43,6 +43,8 @@ class CudaOps(CpuOps):
         self._rows, self._gdn, self._attention, self._place = rows, gdn, attention, place
         self._matmul, self._peer, self._slots, self._prompt = matmul, peer, slots, prompt
         self._two_shot, self._chunk_rule = two_shot, _chunk_rule()
+        self._sent: Tensor | None = None
+        """The part of a sum that its product has sent to the other ranks"""
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     def place_rows(
@@ -66,6 +68,12 @@ class CudaOps(CpuOps):
             return self._matmul.few_rows(x, weight, self._arrivals)
         return F.linear(x, weight)
 
+    def linear_part(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        if group.mail is None or not self._matmul.can_send(x, weight, group.mail):
+            return self.linear(x, weight)
+        self._sent = self._matmul.few_rows_sent(x, weight, group.mail)
+        return self._sent
+
     def linear_swiglu(self, x: Tensor, gate_up: Tensor) -> Tensor:
         if self._few(x):
             return self._matmul.few_rows_swiglu(x, gate_up, self._arrivals)
@@ -86,7 +94,8 @@ class CudaOps(CpuOps):
         self, part: Tensor, residual: Tensor, scale: Tensor, eps: float, group: Group
     ) -> tuple[Tensor, Tensor]:
         if group.mail is not None and self._peer.fits(part, group.mail):
-            return self._peer.sum_add_rms_norm(part, residual, scale, eps, group.mail)
+            sent, self._sent = part is self._sent, None
+            return self._peer.sum_add_rms_norm(part, residual, scale, eps, group.mail, sent=sent)
         if group.hall is not None and self._two_shot.fits(part, group.hall):
             return self._two_shot.sum_add_rms_norm(part, residual, scale, eps, group.hall)
         return self.add_rms_norm(group.all_reduce(part), residual, scale, eps)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel.group import Mail
 from parallel.kernels.launch import after_previous, overlapped, prefetch
 from parallel.kernels.resident import fits, resident
 from parallel.kernels.rows import LOWEST, _sortable, pair_of
@@ -79,6 +80,20 @@ def few_rows(x: Tensor, w: Tensor, arrivals: Tensor) -> Tensor:
 def few_rows_swiglu(x: Tensor, w_gate_up: Tensor, arrivals: Tensor) -> Tensor:
     """few_rows with w [2i, K] = [gate; up], then silu(gate) * up -> [.., i]; rounds as those do."""
     return _launch_rows(x, w_gate_up, arrivals, gated=True)
+
+
+def can_send(x: Tensor, w: Tensor, mail: Mail) -> bool:
+    """Whether few_rows_sent takes them."""
+    num_rows, width = x.numel() // x.shape[-1], w.shape[0]
+    few = 0 < num_rows <= mail.rows and fits(x, num_rows)
+    return few and x.dtype == torch.bfloat16 and width % 2 == 0 and width // 2 <= mail.words
+
+
+def few_rows_sent(x: Tensor, w: Tensor, mail: Mail) -> Tensor:
+    """few_rows, and the result on its way to the other ranks: see resident."""
+    y = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype, device=x.device)
+    resident(_flat(x, w), w, y, gated=False, mail=mail)
+    return y
 
 
 def head_top_pair(x: Tensor, w: Tensor, first_id: int) -> Tensor:

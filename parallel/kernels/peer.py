@@ -26,13 +26,13 @@ from parallel.kernels.rows import LOWEST, _sortable, _unsorted
 
 
 def sum_add_rms_norm(
-    part: Tensor, residual: Tensor, scale: Tensor, eps: float, mail: Mail
+    part: Tensor, residual: Tensor, scale: Tensor, eps: float, mail: Mail, *, sent: bool = False
 ) -> tuple[Tensor, Tensor]:
     """part, residual [.., d] bfloat16, scale [d] float32 -> (rms_norm(x), x) with x = residual +
     sum of `part` over the ranks.
 
     The sum rounds before it is added, as all_reduce would. At most mail.rows rows, d even; every
-    rank makes the same calls in the same order.
+    rank makes the same calls in the same order. sent: the kernel that made `part` has sent it.
     """
     d = part.shape[-1]
     tokens = part.numel() // d
@@ -43,7 +43,7 @@ def sum_add_rms_norm(
     _sum_norm_kernel[(tokens,)](
         part.view(torch.int32), residual.view(torch.int32), scale, y.view(torch.int32),
         total.view(torch.int32), mail.peers, mail.inbox, mail.turns, eps,
-        ROWS=mail.rows, WORDS=mail.words, RANK=mail.rank, SIZE=mail.size, D=d,
+        ROWS=mail.rows, WORDS=mail.words, RANK=mail.rank, SIZE=mail.size, D=d, SENT=sent,
         BLOCK=triton.next_power_of_2(d // 2), num_warps=8 if d >= 2048 else 4, **overlapped(part),
     )  # fmt: skip
     return y, total
@@ -131,7 +131,7 @@ def _word(first, second):
 def _sum_norm_kernel(
     part, residual, scale, y, total, peers, inbox, turns, eps,
     ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, SENT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row; a word is two neighbours of it."""
     row = tl.program_id(0)
@@ -143,7 +143,8 @@ def _sum_norm_kernel(
     place = row.to(tl.int64) * (D // 2) + at
     turn = tl.load(turns + row) + 1
     mine = tl.load(part + place, mask=inside, other=0)
-    _send(mine, at, inside, turn, peers, row, ROWS, WORDS, RANK, SIZE)
+    if not SENT:
+        _send(mine, at, inside, turn, peers, row, ROWS, WORDS, RANK, SIZE)
     x = tl.load(residual + place, mask=inside, other=0)
     sum_1, sum_2 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(SIZE):

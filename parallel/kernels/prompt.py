@@ -76,8 +76,8 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) 
     if lines:
         _gated_norm_kernel[(triton.cdiv(lines, NORM_LINES),)](
             x, z, weight, y, lines, rows, *z.stride()[:2], eps,
-            HEADS=heads, D=d, BLOCK=triton.next_power_of_2(d), LINES=NORM_LINES, SILU=gate == "silu",
-            num_warps=4, **overlapped(x),
+            HEADS=heads, D=d, BLOCK=triton.next_power_of_2(d), LINES=NORM_LINES,
+            SILU=gate == "silu", num_warps=4, **overlapped(x),
         )  # fmt: skip
     return y
 
@@ -167,8 +167,8 @@ def _keep_kernel(
 @triton.jit
 def _gated_norm_kernel(
     x, z, weight, y, lines, rows, z_b, z_r, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, SILU: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program LINES heads of rows."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)[:, None]

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel.group import Mail
 from parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
+from parallel.kernels.peer import _place, _word
 
 MAX_ROWS = 16
 MAX_WARPS = 16
@@ -37,19 +39,23 @@ def fits(x: Tensor, num_rows: int) -> bool:
     return num_rows <= MAX_ROWS and x.element_size() == 2 and x.shape[-1] % 8 == 0
 
 
-def resident(x: Tensor, w: Tensor, y: Tensor, *, gated: bool) -> None:
+def resident(x: Tensor, w: Tensor, y: Tensor, *, gated: bool, mail: Mail | None = None) -> None:
     """x [N, K] @ w [O, K]^T -> y [N, O], summed in float32; gated: as few_rows_swiglu, y [N, i].
 
     x's last dim has stride 1; w and y are contiguous. A row's result depends on no other row.
+    With mail, y is this rank's part of a sum, and on its way to the others as bfloat16: the call of
+    peer.sum_add_rms_norm that takes it comes next, with sent=True. O is even.
     """
     num_rows, inner = x.shape
     width = w.shape[0] // 2 if gated else w.shape[0]
     warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(inner, DEPTH)))
     step = DEPTH // HELD * warps
     _resident_kernel[(triton.cdiv(width, 8 if gated else 16),)](
-        x, w, y, num_rows, x.stride(0), width,
+        x, w, y, num_rows, x.stride(0), width, *((mail.peers, mail.turns) if mail else (y, y)),
         K=inner, G=step // 32, STEPS=triton.cdiv(inner, step), HELD=HELD,
         BLOCKS=triton.cdiv(num_rows, 8), GATED=gated, FACTOR=_factor(x),
+        MAIL_ROWS=mail.rows if mail else 0, WORDS=mail.words if mail else 0,
+        RANK=mail.rank if mail else 0, SIZE=mail.size if mail else 1,
         num_warps=warps, **_registers(x, warps), **overlapped(x),
     )  # fmt: skip
 
@@ -68,20 +74,14 @@ def _registers(x: Tensor, warps: int) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _resident_kernel(
-    x, w, y, num_rows, x_row, width,
+    x, w, y, num_rows, x_row, width, peers, turns,
     K: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
-    BLOCKS: tl.constexpr, GATED: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, GATED: tl.constexpr, FACTOR: tl.constexpr, MAIL_ROWS: tl.constexpr,
+    WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 columns of the weight, as pairs: neighbours, or gate and up of a column."""
     let_next_start(PDL)
-    c = tl.arange(0, 8)
-    if GATED:
-        first = tl.minimum(tl.program_id(0) * 8 + c, width - 1)
-        second = first + width
-    else:
-        first = tl.minimum(tl.program_id(0) * 16 + 2 * c, width - 1)
-        second = tl.minimum(first + 1, width - 1)
-    first, second = w + first.to(tl.int64) * K, w + second.to(tl.int64) * K
+    first, second = _pairs(w, width, K, GATED)
     held = ()
     for step in tl.static_range(STEPS):
         if step < HELD:
@@ -103,12 +103,29 @@ def _resident_kernel(
         left = _operand(tl.reshape(pair, (16, G, 32)), 16, G).to(FACTOR)
         sums = ()
         for block in tl.static_range(BLOCKS):
-            right = _rows(x, block * 8 + c, num_rows, x_row, step, K, G)
+            right = _rows(x, block * 8, num_rows, x_row, step, K, G)
             right = tl.permute(_operand(right, 8, G).to(FACTOR), (0, 2, 1))
             sums = sums + (tl.dot(left, right, totals[block]),)  # noqa: RUF005 (Triton)
         totals = sums
     for block in tl.static_range(BLOCKS):
-        _write(tl.sum(totals[block], 0), y, block * 8, num_rows, width, GATED)
+        pair = tl.sum(totals[block], 0).to(y.dtype.element_ty)
+        pair = tl.permute(tl.reshape(pair, (2, 8, 8)), (1, 2, 0))
+        if SIZE > 1:
+            _send(pair, peers, turns, block * 8, num_rows, width, MAIL_ROWS, WORDS, RANK, SIZE)
+        _write(pair, y, block * 8, num_rows, width, GATED)
+
+
+@triton.jit
+def _pairs(w, width, K: tl.constexpr, GATED: tl.constexpr):
+    """Where the weights of a program's 8 pairs of columns begin, twice [8]."""
+    c = tl.arange(0, 8)
+    if GATED:
+        first = tl.minimum(tl.program_id(0) * 8 + c, width - 1)
+        second = first + width
+    else:
+        first = tl.minimum(tl.program_id(0) * 16 + 2 * c, width - 1)
+        second = tl.minimum(first + 1, width - 1)
+    return w + first.to(tl.int64) * K, w + second.to(tl.int64) * K
 
 
 @triton.jit
@@ -130,9 +147,9 @@ def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, n, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
-    """A step's piece of rows n [8, G, 32]."""
-    k = _inner(step, G)
+def _rows(x, first_row, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
+    """A step's piece of 8 rows [8, G, 32]."""
+    k, n = _inner(step, G), first_row + tl.arange(0, 8)
     alive = (n < num_rows)[:, None, None]
     if K % (G * 32) != 0:
         alive = alive & (k < K)
@@ -150,10 +167,26 @@ def _operand(t, N: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _write(total, y, first_row, num_rows, width, GATED: tl.constexpr):
-    """[16 columns, 8 rows] of float32, rounded; with GATED as rows.swiglu rounds."""
+def _send(
+    pair, peers, turns, first_row, num_rows, width,
+    MAIL_ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """What _write writes, a pair a word, as peer._send lays it out."""
+    n, c = first_row + tl.arange(0, 8)[None, :], tl.program_id(0) * 8 + tl.arange(0, 8)[:, None]
+    mask = (n < num_rows) & (2 * c < width)
+    one, two = tl.split(pair.to(tl.float32))
+    turn = tl.load(turns + n, mask=n < num_rows, other=0) + 1
+    letter = (turn.to(tl.int64) << 32) | (_word(one, two).to(tl.int64) & 0xFFFFFFFF)
+    for step in tl.static_range(1, SIZE):
+        inbox = tl.load(peers + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
+        at = inbox + _place(turn, RANK, n, MAIL_ROWS, WORDS, SIZE) + c
+        tl.store(at, letter, mask=mask)
+
+
+@triton.jit
+def _write(pair, y, first_row, num_rows, width, GATED: tl.constexpr):
+    """[8, 8 rows, 2] pairs of columns, rounded; with GATED as rows.swiglu rounds."""
     dtype = y.dtype.element_ty
-    pair = tl.permute(tl.reshape(total.to(dtype), (2, 8, 8)), (1, 2, 0))
     c, n = tl.arange(0, 8), first_row + tl.arange(0, 8)
     if GATED:
         gate, up = tl.split(pair.to(tl.float32))

@@ -17,7 +17,7 @@ from torch import Tensor
 import tests.parallel.conftest  # noqa: F401  (also in the processes: interpreted where no GPU is)
 from parallel.backends.cpu import CpuOps
 from parallel.group import Hall, Mail
-from parallel.kernels import peer, two_shot
+from parallel.kernels import matmul, peer, two_shot
 from parallel.kernels.rows import top_keys
 from tests.parallel.test_kernels_rows import DEVICE, EPS, close, rand
 
@@ -86,6 +86,13 @@ def case(rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
     return part, rand(*shape, seed=turn, dtype=torch.bfloat16), rand(shape[-1], seed=turn)
 
 
+def factors(rank: int, turn: int) -> tuple[Tensor, Tensor]:
+    """x and w of a product that is one rank's part."""
+    shape = SHAPES[turn % len(SHAPES)]
+    x = rand(*shape[:-1], 72, seed=20 * turn + rank, dtype=torch.bfloat16)
+    return x, rand(shape[-1], 72, seed=rank, dtype=torch.bfloat16) / 8
+
+
 def logits(rank: int) -> Tensor:
     """Two rows that tie over the ranks, one that does not."""
     x = rand(3, VOCABULARY, seed=rank, dtype=torch.bfloat16)
@@ -96,7 +103,7 @@ def logits(rank: int) -> Tensor:
 def inputs(rank: int, device: str) -> list[tuple[Tensor, ...]]:
     """Of every call, there before the first: a copy to a GPU would wait for what waits for it."""
     turns = range(2 * len(SHAPES))
-    moved = [(*case(rank, turn), logits(rank)) for turn in turns]
+    moved = [(*case(rank, turn), logits(rank), *factors(rank, turn)) for turn in turns]
     return [tuple(t.to(device) for t in tensors) for tensors in moved]
 
 
@@ -117,10 +124,12 @@ def more_calls(hall: Hall, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
 def calls(rank: int, mail: Mail, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
     """What one rank does; the other ranks do the same at the same time."""
     results = []
-    for turn, (part, residual, scale, x) in enumerate(given):
+    for turn, (part, residual, scale, best, x, w) in enumerate(given):
         results += peer.sum_add_rms_norm(part, residual, scale, EPS, mail)
+        part = matmul.few_rows_sent(x, w, mail)
+        results += peer.sum_add_rms_norm(part, residual, scale, EPS, mail, sent=True)
         if turn % 2:
-            results.append(peer.choose_over_ranks(top_keys(x), rank * VOCABULARY, mail))
+            results.append(peer.choose_over_ranks(top_keys(best), rank * VOCABULARY, mail))
     return results
 
 
@@ -130,11 +139,15 @@ def prepare(rank: int, size: int, given: list[tuple[Tensor, ...]], device: str) 
     Compiling and loading a kernel, and a stream's first memory, may wait for all of a device.
     """
     results = []
-    for part, residual, scale, x in given:
-        boxes = inboxes(size, device), inboxes(size, device)  # alive until they are written to
-        one, other = (mails([b.fill_((1 << 32) | 1) for b in own], device)[rank] for own in boxes)
+    for part, residual, scale, best, x, w in given:
+        boxes = [inboxes(size, device) for _ in range(3)]  # alive until they are written to
+        one, two, other = (
+            mails([b.fill_((1 << 32) | 1) for b in own], device)[rank] for own in boxes
+        )
         results += peer.sum_add_rms_norm(part, residual, scale, EPS, one)
-        results.append(peer.choose_over_ranks(top_keys(x), rank * VOCABULARY, other))
+        part = matmul.few_rows_sent(x, w, two)
+        results += peer.sum_add_rms_norm(part, residual, scale, EPS, two, sent=True)
+        results.append(peer.choose_over_ranks(top_keys(best), rank * VOCABULARY, other))
     return results
 
 
@@ -208,6 +221,10 @@ def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
         assert finite.all() or turn == 2
         for expected in want:
             close(next(results).to(torch.bfloat16)[finite], expected[finite])
+        parts = [ops.linear(*factors(rank, turn)) for rank in range(size)]
+        total = torch.stack(parts).float().sum(0).to(torch.bfloat16)
+        for expected in ops.add_rms_norm(total, residual, scale, EPS):
+            close(next(results).to(torch.bfloat16), expected)
         if turn % 2:
             pairs = [ops.top_pair(logits(r), r * VOCABULARY) for r in range(size)]
             assert torch.equal(next(results), ops.choose_pair(torch.stack(pairs)))
