@@ -19,7 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.launch import after_previous, overlapped
+from parallel.kernels.launch import (
+    after_previous,
+    let_next_start,
+    overlapped,
+    wait_for_previous,
+)
 
 NARROW, WIDE = (8, 1), (16, 1)
 """Columns of a state and warps of one program: NARROW spreads few states over more processors."""
@@ -204,11 +209,13 @@ def _verify_kernel(
 ):  # fmt: skip
     """One program: one value head's state [Dk, BLOCK columns] of one slot, all rows.
 
+    State and factors are read before the wait: what wrote them ended with an earlier iteration or
+    prompt, and no launch passes the copy to the host, or the graph's end, that lies between.
     Programs share only the k and g of the waiting factors and the norm of a head's rows. The
     last of a key head's programs to arrive, when all have read the old factors and written their
     part of the rows, does what they share: nobody waits for anybody.
     """
-    after_previous(PDL)
+    let_next_start(PDL)
     BLOCKS: tl.constexpr = triton.cdiv(DV, BLOCK)
     REPEAT: tl.constexpr = HEADS // K_HEADS
     part, b = tl.program_id(0), tl.program_id(1)
@@ -216,21 +223,22 @@ def _verify_kernel(
     key_head = head // REPEAT
     i = tl.arange(0, triton.next_power_of_2(DK))
     j = part % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    row = b * ROWS
-    q_at = qk + (row * 2 * K_HEADS + key_head) * DK + i
-    v_at = v + (row * HEADS + head) * DV + j
-    g_at, beta_at = g + row * HEADS + head, beta + row * HEADS + head
-    q_t, k_t, v_t, g_t, beta_t = _row(q_at, v_at, g_at, beta_at, i, j, K_HEADS, DK, DV)
     slot = tl.load(slots + b)
     factors += slot * factors_s
     deltas, decays = factors + K_HEADS * DK + head * DV + j, factors + K_HEADS * DK + HEADS * DV
     state += slot * state_s + head * state_h
     tile, mask = i[:, None] * DV + j[None, :], (i < DK)[:, None] & (j < DV)[None, :]
     s = tl.load(state + tile, mask=mask, other=0.0)
+    keys = factors + key_head * DK + i
+    left = _waiting(keys, deltas, decays + head, factors_x, i, j, WAITING, DK, DV)
+    wait_for_previous(PDL)
+    row = b * ROWS
+    q_at = qk + (row * 2 * K_HEADS + key_head) * DK + i
+    v_at = v + (row * HEADS + head) * DV + j
+    g_at, beta_at = g + row * HEADS + head, beta + row * HEADS + head
+    q_t, k_t, v_t, g_t, beta_t = _row(q_at, v_at, g_at, beta_at, i, j, K_HEADS, DK, DV)
     if WAITING > 0:
-        keys = factors + key_head * DK + i
-        count = tl.load(kept + b)
-        s = _fold(s, keys, deltas, decays + head, factors_x, count, i, j, WAITING, DK, DV)
+        s = _fold(s, left, tl.load(kept + b), WAITING)
         tl.debug_barrier()  # all threads have read the old state and deltas: now overwrite them
         tl.store(state + tile, s, mask=mask)
     y_at = y + (row * HEADS + head) * DV + j
@@ -269,26 +277,34 @@ def _row(
 
 
 @triton.jit
-def _fold(
-    s, keys, deltas, decays, factors_x, count, i, j,
+def _waiting(
+    keys, deltas, decays, factors_x, i, j,
     WAITING: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """CpuOps.gdn_fold: e^{g_1 + ..} s + sum of k delta^T times the decays after it."""
+    """k, delta and g of all rows that may wait, kept or not: all are on their way at once."""
     rows = ()
-    for at in tl.static_range(WAITING):  # all are on their way before the first is used
-        k = tl.load(keys + at * factors_x, mask=(i < DK) & (at < count), other=0.0)
-        delta = tl.load(deltas + at * factors_x, mask=(j < DV) & (at < count), other=0.0)
-        g = tl.load(decays + at * factors_x, mask=at < count, other=0.0)
-        rows = rows + ((k, delta, g),)  # noqa: RUF005 (Triton unpacks nothing in a tuple)
+    for at in tl.static_range(WAITING):
+        k = tl.load(keys + at * factors_x, mask=i < DK, other=0.0)
+        delta = tl.load(deltas + at * factors_x, mask=j < DV, other=0.0)
+        rows = rows + ((k, delta, tl.load(decays + at * factors_x)),)  # noqa: RUF005 (Triton)
+    return rows
+
+
+@triton.jit
+def _fold(s, rows, count, WAITING: tl.constexpr):
+    """CpuOps.gdn_fold of the first `count` rows: e^{g_1 + ..} s + sum of k delta^T times the
+    decays after it."""
     total = 0.0
     for at in tl.static_range(WAITING):
-        total += rows[at][2]
+        total += tl.where(at < count, rows[at][2], 0.0)
     s *= tl.exp(total)
     after = 0.0
     for back in tl.static_range(WAITING):
         k, delta, g = rows[WAITING - 1 - back]
-        s += k[:, None] * (delta * tl.exp(after))[None, :]
-        after += g
+        alive = WAITING - 1 - back < count
+        delta = tl.where(alive, delta * tl.exp(after), 0.0)
+        s += tl.where(alive, k, 0.0)[:, None] * delta[None, :]
+        after += tl.where(alive, g, 0.0)
     return s
 
 
