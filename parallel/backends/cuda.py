@@ -64,7 +64,7 @@ class CudaOps(CpuOps):
         )
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._few(x, 16):
+        if self._few(x, 32):
             return self._matmul.few_rows(x, weight, self._arrivals)
         return F.linear(x, weight)
 

@@ -3,7 +3,8 @@
     x [.., K] -> few_rows -> [.., O]      [gate; up] read in one pass -> few_rows_swiglu -> [.., i]
     hidden [N, K] -> head_top_pair, head_top_pair_fp8 -> the best logit's pair; no logit is stored
 
-Where the weight has too few rows to occupy the device, K is split over programs; the last of them
+Up to 8 rows: kernels/resident.py. More: K is split over programs, which hold their piece of the
+weight before the rows are there (up to 32 rows) or are many enough to occupy the device; the last
 to arrive adds up in a fixed order. So a row's result depends on no other row and on no timing.
 Letters: N rows, at most 64 | K inner width | O, i, v columns of a result
 """
@@ -22,7 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel.group import Mail
-from parallel.kernels.launch import after_previous, overlapped, prefetch
+from parallel.kernels.launch import (
+    after_previous,
+    let_next_start,
+    overlapped,
+    prefetch,
+    wait_for_previous,
+)
 from parallel.kernels.resident import fits, resident
 from parallel.kernels.rows import LOWEST, _sortable, pair_of
 
@@ -34,7 +41,10 @@ LEAST_DEPTH = 256
 FIRST_TILES = tl.constexpr(264)
 HEAD_AHEAD = 2048
 """The head's first programs, two a processor, prefetch so many bytes of each column's weights."""
-MAX_ARRIVALS = PROGRAMS // 2
+HELD_DEPTH = 512
+"""Of K that a program holds in shared memory, four steps of 128, while it waits for the rows."""
+HELD_ROWS = 32
+MAX_ARRIVALS = 1 << 12
 """Counters that a launch may use: one for each tile of a split sum."""
 
 
@@ -48,10 +58,14 @@ class Tiling(NamedTuple):
     stages: int
     weight_first: bool = False
     """The weight is the left factor: Hopper's own instruction then needs 64 columns, not rows."""
+    held: bool = False
+    """The program's weights are loaded before the wait, all at once."""
 
 
-def rows_tiling(num_rows: int, columns: int, inner: int) -> Tiling:
-    """Of few_rows. Sums run in the same order for any num_rows but in steps that may differ."""
+def rows_tiling(num_rows: int, columns: int, inner: int, bytes_each: int) -> Tiling:
+    """Of few_rows, where an element of x has `bytes_each`."""
+    if num_rows <= HELD_ROWS and inner % HELD_DEPTH == 0 and bytes_each == 2:
+        return Tiling(64, 256, inner // HELD_DEPTH, 4, 1, weight_first=True, held=True)
     tiles = triton.cdiv(columns, 64)
     split = 1
     while 2 * split * tiles <= PROGRAMS and inner // (2 * split) >= LEAST_DEPTH:
@@ -138,7 +152,7 @@ def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
     if fits(flat, num_rows):
         resident(flat, w, y, gated=gated)
         return y
-    tiling = rows_tiling(num_rows, w.shape[0], inner)
+    tiling = rows_tiling(num_rows, w.shape[0], inner, x.element_size())
     tiles = triton.cdiv(width, tiling.columns // 2 if gated else tiling.columns)
     partial = y
     if tiling.split > 1:
@@ -149,7 +163,7 @@ def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
         flat, w, y, partial, arrivals, num_rows, flat.stride(0), width,
         K=inner, SPLIT=tiling.split, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
         DEPTH=tiling.depth // x.element_size(), GATED=gated, SWAP=tiling.weight_first,
-        FACTOR=_factor(x, w),
+        FACTOR=_factor(x, w), HELD=tiling.held,
         num_warps=tiling.warps, num_stages=tiling.stages, **overlapped(x),
     )  # fmt: skip
     return y
@@ -189,9 +203,10 @@ def _rows_kernel(
     x, w, y, partial, arrivals, num_rows, x_row, width,
     K: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
-    PDL: tl.constexpr,
+    HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of K of one tile of columns, gate and up of a column side by side."""
+    let_next_start(PDL)
     split, tile = tl.program_id(0), tl.program_id(1)
     n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     if GATED:
@@ -200,14 +215,20 @@ def _rows_kernel(
         o = tl.minimum(tile * COLUMNS + c, width - 1)
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(K, DEPTH), SPLIT)
     EVEN: tl.constexpr = K % (SPLIT * STEPS * DEPTH) == 0
-    if EVEN:
-        piece = STEPS * DEPTH * (w.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(w + o.to(tl.int64) * K + split * STEPS * DEPTH, piece, PDL)
-    after_previous(PDL)
-    total = _product(
-        x, w, num_rows, x_row, n, o, split * STEPS * DEPTH,
-        K, STEPS, EVEN, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
-    )  # fmt: skip
+    first = split * STEPS * DEPTH
+    if HELD:
+        total = _held_product(
+            x, w, num_rows, x_row, n, o, first, K, STEPS, ROWS, COLUMNS, DEPTH, FACTOR, PDL
+        )
+    else:
+        if EVEN:
+            piece = STEPS * DEPTH * (w.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch(w + o.to(tl.int64) * K + first, piece, PDL)
+        wait_for_previous(PDL)
+        total = _product(
+            x, w, num_rows, x_row, n, o, first,
+            K, STEPS, EVEN, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
+        )  # fmt: skip
     if SPLIT == 1:
         _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
     else:
@@ -223,6 +244,27 @@ def _rows_kernel(
                 # .cg: others wrote it, so not from this processor's first-level cache
                 total += tl.load(at + s * part, mask=inside, other=0.0, cache_modifier=".cg")
             _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
+
+
+@triton.jit
+def _held_product(
+    x, w, num_rows, x_row, n, o, first,
+    K: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """_product of a whole piece, with all of the weight on chip before the wait."""
+    k = first + tl.arange(0, DEPTH)
+    w_at = w + o.to(tl.int64)[:, None] * K + k[None, :]
+    held = ()
+    for step in tl.static_range(STEPS):
+        held = held + (tl.load(w_at + step * DEPTH),)  # noqa: RUF005 (Triton)
+    wait_for_previous(PDL)
+    x_at = x + n[None, :] * x_row + k[:, None]
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for step in tl.static_range(STEPS):
+        rows = tl.load(x_at + step * DEPTH, mask=(n < num_rows)[None, :], other=0.0)
+        total = tl.dot(held[step].to(FACTOR), rows.to(FACTOR), total)
+    return total.T
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products of at most 16 rows whose weights wait in registers before the rows are there.
+"""Products of at most 8 rows whose weights wait in registers before the rows are there.
 
     load all of 16 columns -> after the kernel before: rows from L2, tensor cores -> one sum -> y
 
@@ -27,7 +27,7 @@ from parallel.group import Mail
 from parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
 from parallel.kernels.peer import _place, _word
 
-MAX_ROWS = 16
+MAX_ROWS = 8
 MAX_WARPS = 16
 DEPTH = 512
 """Of K that a warp holds, in HELD steps; what 16 warps cannot hold is read after the wait."""
@@ -53,7 +53,7 @@ def resident(x: Tensor, w: Tensor, y: Tensor, *, gated: bool, mail: Mail | None 
     _resident_kernel[(triton.cdiv(width, 8 if gated else 16),)](
         x, w, y, num_rows, x.stride(0), width, *((mail.peers, mail.turns) if mail else (y, y)),
         K=inner, G=step // 32, STEPS=triton.cdiv(inner, step), HELD=HELD,
-        BLOCKS=triton.cdiv(num_rows, 8), GATED=gated, FACTOR=_factor(x),
+        GATED=gated, FACTOR=_factor(x),
         MAIL_ROWS=mail.rows if mail else 0, WORDS=mail.words if mail else 0,
         RANK=mail.rank if mail else 0, SIZE=mail.size if mail else 1,
         num_warps=warps, **_registers(x, warps), **overlapped(x),
@@ -76,8 +76,8 @@ def _registers(x: Tensor, warps: int) -> dict[str, Any]:
 def _resident_kernel(
     x, w, y, num_rows, x_row, width, peers, turns,
     K: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
-    BLOCKS: tl.constexpr, GATED: tl.constexpr, FACTOR: tl.constexpr, MAIL_ROWS: tl.constexpr,
-    WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, FACTOR: tl.constexpr, MAIL_ROWS: tl.constexpr, WORDS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 columns of the weight, as pairs: neighbours, or gate and up of a column."""
     let_next_start(PDL)
@@ -91,9 +91,7 @@ def _resident_kernel(
         prefetch(first + ahead, (K - ahead) * 2, PDL)
         prefetch(second + ahead, (K - ahead) * 2, PDL)
     wait_for_previous(PDL)
-    totals = ()
-    for _ in tl.static_range(BLOCKS):
-        totals = totals + (tl.zeros((G, 16, 8), tl.float32),)  # noqa: RUF005 (Triton)
+    total = tl.zeros((G, 16, 8), tl.float32)
     for step in tl.static_range(STEPS):
         if step < HELD:
             one, two = held[step]
@@ -101,18 +99,13 @@ def _resident_kernel(
             one, two = _columns(first, second, step, K, G)
         pair = tl.permute(tl.join(one, two), (3, 0, 1, 2))
         left = _operand(tl.reshape(pair, (16, G, 32)), 16, G).to(FACTOR)
-        sums = ()
-        for block in tl.static_range(BLOCKS):
-            right = _rows(x, block * 8, num_rows, x_row, step, K, G)
-            right = tl.permute(_operand(right, 8, G).to(FACTOR), (0, 2, 1))
-            sums = sums + (tl.dot(left, right, totals[block]),)  # noqa: RUF005 (Triton)
-        totals = sums
-    for block in tl.static_range(BLOCKS):
-        pair = tl.sum(totals[block], 0).to(y.dtype.element_ty)
-        pair = tl.permute(tl.reshape(pair, (2, 8, 8)), (1, 2, 0))
-        if SIZE > 1:
-            _send(pair, peers, turns, block * 8, num_rows, width, MAIL_ROWS, WORDS, RANK, SIZE)
-        _write(pair, y, block * 8, num_rows, width, GATED)
+        right = _operand(_rows(x, num_rows, x_row, step, K, G), 8, G).to(FACTOR)
+        total = tl.dot(left, tl.permute(right, (0, 2, 1)), total)
+    pair = tl.sum(total, 0).to(y.dtype.element_ty)
+    pair = tl.permute(tl.reshape(pair, (2, 8, 8)), (1, 2, 0))
+    if SIZE > 1:
+        _send(pair, peers, turns, num_rows, width, MAIL_ROWS, WORDS, RANK, SIZE)
+    _write(pair, y, num_rows, width, GATED)
 
 
 @triton.jit
@@ -147,9 +140,9 @@ def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, first_row, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
-    """A step's piece of 8 rows [8, G, 32]."""
-    k, n = _inner(step, G), first_row + tl.arange(0, 8)
+def _rows(x, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
+    """A step's piece of the rows [8, G, 32]."""
+    k, n = _inner(step, G), tl.arange(0, 8)
     alive = (n < num_rows)[:, None, None]
     if K % (G * 32) != 0:
         alive = alive & (k < K)
@@ -168,11 +161,11 @@ def _operand(t, N: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _send(
-    pair, peers, turns, first_row, num_rows, width,
+    pair, peers, turns, num_rows, width,
     MAIL_ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """What _write writes, a pair a word, as peer._send lays it out."""
-    n, c = first_row + tl.arange(0, 8)[None, :], tl.program_id(0) * 8 + tl.arange(0, 8)[:, None]
+    n, c = tl.arange(0, 8)[None, :], tl.program_id(0) * 8 + tl.arange(0, 8)[:, None]
     mask = (n < num_rows) & (2 * c < width)
     one, two = tl.split(pair.to(tl.float32))
     turn = tl.load(turns + n, mask=n < num_rows, other=0) + 1
@@ -184,10 +177,10 @@ def _send(
 
 
 @triton.jit
-def _write(pair, y, first_row, num_rows, width, GATED: tl.constexpr):
+def _write(pair, y, num_rows, width, GATED: tl.constexpr):
     """[8, 8 rows, 2] pairs of columns, rounded; with GATED as rows.swiglu rounds."""
     dtype = y.dtype.element_ty
-    c, n = tl.arange(0, 8), first_row + tl.arange(0, 8)
+    c, n = tl.arange(0, 8), tl.arange(0, 8)
     if GATED:
         gate, up = tl.split(pair.to(tl.float32))
         factor = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)

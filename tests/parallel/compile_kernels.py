@@ -66,7 +66,7 @@ def gdn_layer() -> GdnLayer:
 
 
 def products(arrivals: Tensor) -> None:
-    for n in (1, 6, 16, 48):
+    for n in (1, 6, 12, 24, 48):
         matmul.few_rows(bf16(n, 2048), bf16(4112, 2048), arrivals)
         matmul.few_rows(bf16(n, 1024), bf16(2048, 1024), arrivals)
         matmul.few_rows_swiglu(bf16(n, 2048), bf16(6144, 2048), arrivals)
