@@ -206,6 +206,7 @@ class PeerGroup(ProcessGroup):
         import torch.distributed._symmetric_memory as symmetric
 
         mine = symmetric.empty(shape, dtype=dtype, device=torch.device("cuda")).zero_()
+        assert dist.group.WORLD is not None
         all_ = symmetric.rendezvous(mine, dist.group.WORLD)
         addresses = [all_.get_buffer(r, shape, dtype).data_ptr() for r in range(self.size)]
         return mine, torch.tensor(addresses, dtype=torch.int64, device=mine.device)

@@ -71,8 +71,9 @@ class CudaOps(CpuOps):
     def linear_part(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         if group.mail is None or not self._matmul.can_send(x, weight, group.mail):
             return self.linear(x, weight)
-        self._sent = self._matmul.few_rows_sent(x, weight, group.mail)
-        return self._sent
+        part = self._matmul.few_rows_sent(x, weight, group.mail)
+        self._sent = part
+        return part
 
     def linear_swiglu(self, x: Tensor, gate_up: Tensor) -> Tensor:
         if self._few(x):

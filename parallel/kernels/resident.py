@@ -2,17 +2,16 @@
 
     load all of 16 columns -> after the kernel before: rows from L2, tensor cores -> one sum -> y
 
-Reading a weight from L2 takes nearly as long as reading it from memory, so a weight prefetched to
-there is still paid for once the rows come. Here a program has its columns' whole weight in
-registers by then. A warp holds 16 columns of a 512 wide piece of K, 128 registers a thread; the
-warps of a program lie along K, so no sum goes through memory. Each thread loads 16 contiguous bytes
-that are its own operands of the tensor core's m16n8k16 instruction: which k lies where within 32 is
-free, as long as both factors agree (_operand).
+Reading a weight from L2 takes nearly as long as from memory, so prefetching it there saves little;
+here a program has its columns' weight in registers when the rows come. A warp holds 16 columns of
+512 of K, 128 registers a thread; warps lie along K, so no sum goes through memory. A thread loads
+16 contiguous bytes that are its own operands of m16n8k16: their order is free (_operand).
 Letters: N rows | K inner width | O, i columns of a result | G groups of 32 of K in a step
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
