@@ -90,13 +90,14 @@ def paged_attention(
         stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     gated, gate_rows = gate is not None, (out if gate is None else gate).flatten(0, 1)
     wide = q.element_size() > 2
+    keys = min(cut.keys, 32) if wide else cut.keys
     _attend_kernel[(cut.parts, cut.tiles, slots * kv_heads)](
         q, k_pages, v_pages, block_table, positions, lengths, gate_rows, out, partial, stats,
         q.stride(0), q.stride(1), q.stride(2), *k_pages.stride()[:3], *v_pages.stride()[:3],
         block_table.stride(0), positions.stride(0), gate_rows.stride(0), rows, cut.chunk,
-        d**-0.5 * 1.4426950408889634,
+        block_table.shape[1] * page, d**-0.5 * 1.4426950408889634,
         HEADS=heads, KV=kv_heads, D=d, PAGE=page, TILE=cut.tile,
-        KEYS=min(cut.keys, 32) if wide else cut.keys, WHOLE=whole, GATED=gated, WIDEN=not q.is_cuda,
+        KEYS=keys, ONE=keys == cut.chunk, WHOLE=whole, GATED=gated, WIDEN=not q.is_cuda,
         num_warps=8 if cut.tile == MAX_TILE else 4,
         num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3), **overlapped(q),
     )  # fmt: skip
@@ -148,15 +149,46 @@ def _store(y, gate_at, place, mask, dtype: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def _page_rows(
+    k_ptr, v_ptr, table_ptr, key, live, dim, k_page, k_token, v_page, v_token, PAGE: tl.constexpr
+):  # fmt: skip
+    """Keys and values of some positions [KEYS, D]; zero where not live."""
+    page = tl.load(table_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
+    k_at, v_at = page * k_page + key % PAGE * k_token, page * v_page + key % PAGE * v_token
+    k = tl.load(k_ptr + k_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    return k, tl.load(v_ptr + v_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+
+
+@triton.jit
+def _attend(
+    q, k, v, key, end, position, high, weight, total, scale,
+    TILE: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax: (highest score, sum of weights, weighted values)."""
+    score = _product(q, tl.trans(k), tl.zeros((TILE, KEYS), tl.float32), WIDEN) * scale
+    seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
+    score = tl.where(seen, score, float("-inf"))
+    higher = tl.maximum(high, tl.max(score, 1))
+    p = tl.exp2(score - higher[:, None])
+    shrink = tl.exp2(high - higher)
+    total = _product(p.to(v.dtype), v, total * shrink[:, None], WIDEN)
+    return higher, weight * shrink + tl.sum(p, 1), total
+
+
+@triton.jit
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, length_ptr, gate_ptr, out_ptr, partial_ptr,
     stats_ptr, q_slot, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
-    table_slot, position_slot, gate_token, rows, chunk, scale,
+    table_slot, position_slot, gate_token, rows, chunk, context, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr,
-    WIDEN: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
+    GATED: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of the context for one tile; WHOLE: the part is everything, so it ends here."""
+    """One part of the context for one tile; WHOLE: the part is everything, so it ends here.
+
+    ONE: the part is one step, whose keys and values are on their way before it is known which of
+    them count.
+    """
     after_previous(PDL)
     part, dim = tl.program_id(0), tl.arange(0, D)
     slot, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
@@ -164,40 +196,44 @@ def _attend_kernel(
     packed = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row, head = packed // group, kv * group + packed % group
     real = row < rows
-    at = position_ptr + slot * position_slot + row
-    position = tl.load(at, mask=real, other=-1).to(tl.int32)
-    length = tl.load(length_ptr + slot).to(tl.int32)
     start = part * chunk
-    end = tl.minimum(tl.minimum(length, tl.max(position, 0) + 1), start + chunk)
-    if (start >= end) & (not WHOLE):
-        return
-
-    q_at = slot * q_slot + row * q_row + head * q_head
-    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
     k_ptr, v_ptr, table_ptr = (
         k_ptr + kv * k_head,
         v_ptr + kv * v_head,
         table_ptr + slot * table_slot,
     )
+    if ONE:
+        key = start + tl.arange(0, KEYS)
+        k, v = _page_rows(
+            k_ptr, v_ptr, table_ptr, key, key < context, dim,
+            k_page, k_token, v_page, v_token, PAGE,
+        )  # fmt: skip
+    at = position_ptr + slot * position_slot + row
+    position = tl.load(at, mask=real, other=-1).to(tl.int32)
+    length = tl.load(length_ptr + slot).to(tl.int32)
+    q_at = slot * q_slot + row * q_row + head * q_head
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
+    end = tl.minimum(tl.minimum(length, tl.max(position, 0) + 1), start + chunk)
+    if (start >= end) & (not WHOLE):
+        return
+
     high = tl.full((TILE,), -1e38, tl.float32)
     weight, total = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, D), tl.float32)
-    for first in tl.range(start, end, KEYS):
-        key = first + tl.arange(0, KEYS)
-        live = key < end
-        page = tl.load(table_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
-        k_at = page * k_page + (key % PAGE) * k_token
-        k = tl.load(k_ptr + k_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-        score = _product(q, tl.trans(k), tl.zeros((TILE, KEYS), tl.float32), WIDEN) * scale
-        seen = live[None, :] & (key[None, :] <= position[:, None])
-        score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(high, tl.max(score, 1))
-        p = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(high - higher)
-        v_at = page * v_page + (key % PAGE) * v_token
-        v = tl.load(v_ptr + v_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-        total = _product(p.to(v.dtype), v, total * shrink[:, None], WIDEN)
-        weight = weight * shrink + tl.sum(p, 1)
-        high = higher
+    if ONE:
+        v = tl.where((key < end)[:, None], v, 0.0)
+        high, weight, total = _attend(
+            q, k, v, key, end, position, high, weight, total, scale, TILE, KEYS, WIDEN
+        )
+    else:
+        for first in tl.range(start, end, KEYS):
+            key = first + tl.arange(0, KEYS)
+            k, v = _page_rows(
+                k_ptr, v_ptr, table_ptr, key, key < end, dim,
+                k_page, k_token, v_page, v_token, PAGE,
+            )  # fmt: skip
+            high, weight, total = _attend(
+                q, k, v, key, end, position, high, weight, total, scale, TILE, KEYS, WIDEN
+            )
 
     line = (slot * rows + row) * HEADS + head
     if WHOLE:
