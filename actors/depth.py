@@ -46,10 +46,6 @@ class Depth:
         self._trial = 0
         """Steps that the present trial still takes; 0: the best depth runs"""
 
-    def lasts(self, steps: int) -> int:
-        """How many of `steps` may run before `choose` is asked again."""
-        return min(steps, self._trial or steps)
-
     def choose(self) -> int:
         """The depth of the next plan."""
         if self._trial > 0:

@@ -1,9 +1,8 @@
 """One rank: the loop that turns plans into steps, and the actor around it.
 
-    leader (rank 0): inbox -> Plan -> the same Plan to every follower -> burst -> StepEvent a step
-    follower:        Plan -> digest check -> the same burst
-A burst is up to `plan.burst` steps without a word. It ends early, on every rank alike, when no
-work is left or a request finished; the leader grows it while nothing changes. Nothing active: the
+    leader (rank 0): inbox -> Plan -> the same Plan to every follower -> step -> StepEvent
+    follower:        Plan -> digest check -> the same step
+One Plan, one step: what reaches the inbox during a step is in the next Plan. Nothing active: the
 leader sleeps on its inbox, followers on their wire. torch is imported only after pinning.
 """
 
@@ -12,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,22 +54,16 @@ class RankLoop:
         *,
         wire: Wire,
         followers: Sequence[Wire] | None,
-        max_burst: int = 1,
         depth: Depth | None = None,
     ) -> None:
         """wire: the driver's (leader) or the leader's (follower). followers None: a follower.
 
         depth: what chooses the drafts of each plan; the leader's.
         """
-        self.iteration = 0
         self._runner = runner
         self._wire = wire
         self._followers = followers
-        self._max_burst = max_burst
-        self._burst = 1
         self._depth = depth
-        self._unstarted: set[int] = set()
-        """Requests that joined and have not yielded a token: their prefill goes on."""
 
     def run(self) -> None:
         if self._followers is None:
@@ -78,29 +72,30 @@ class RankLoop:
             self._lead(self._followers)
 
     def _lead(self, followers: Sequence[Wire]) -> None:
-        seq = 0
-        while True:
+        iteration = 0
+        unstarted: set[int] = set()  # joined, but without a token: their prefill goes on
+        for seq in count():
             commands, stop = self._orders()
-            if commands or self._unstarted:
-                self._burst = 1
             depth = self._depth and self._depth.choose()
-            plan = Plan(
-                seq=seq,
-                commands=commands,
-                burst=self._depth.lasts(self._burst) if self._depth else self._burst,
-                digest=self._runner.digest(),
-                stop=stop,
-                depth=depth,
-            )
+            digest = self._runner.digest()
+            plan = Plan(seq=seq, commands=commands, digest=digest, stop=stop, depth=depth)
             for follower in followers:
                 follower.send(plan)
             if stop:
                 return
-            seq += 1
-            self._unstarted.update(c.request for c in commands if isinstance(c, Join))
-            self._unstarted.difference_update(c.request for c in commands if isinstance(c, Leave))
-            finished = self._steps(plan)
-            self._burst = 1 if finished else min(self._burst * 2, self._max_burst)
+            unstarted.update(c.request for c in commands if isinstance(c, Join))
+            unstarted.difference_update(c.request for c in commands if isinstance(c, Leave))
+            self._apply(plan)
+            if not self._runner.has_work:
+                continue
+            started = perf_counter()
+            progress = self._runner.step()
+            step_s = perf_counter() - started
+            iteration += 1
+            self._wire.send(StepEvent(iteration, step_s, progress, depth))
+            if self._depth and not unstarted:
+                self._depth.note(step_s, progress)
+            unstarted.difference_update(p.request for p in progress)
 
     def _orders(self) -> tuple[list[Join | Leave], bool]:
         """All that waits in the inbox, in order; sleeps on it when there is nothing else to do."""
@@ -117,8 +112,7 @@ class RankLoop:
         return commands, False
 
     def _follow(self) -> None:
-        seq = 0
-        while True:
+        for seq in count():
             plan = self._wire.receive(Plan)
             mine = self._runner.digest()
             if plan.seq != seq or plan.digest != mine:
@@ -128,30 +122,14 @@ class RankLoop:
                 )
             if plan.stop:
                 return
-            seq += 1
-            self._steps(plan)
+            self._apply(plan)
+            if self._runner.has_work:
+                self._runner.step()
 
-    def _steps(self, plan: Plan) -> bool:
-        """Apply and run a plan, the same on every rank. True: a request finished."""
-        runner = self._runner
-        runner.apply(plan.commands)
+    def _apply(self, plan: Plan) -> None:
+        self._runner.apply(plan.commands)
         if plan.depth is not None:
-            runner.limit_drafts(plan.depth)
-        for _ in range(plan.burst):
-            if not runner.has_work:
-                break
-            started = perf_counter()
-            progress = runner.step()
-            self.iteration += 1
-            if self._followers is not None:
-                step_s = perf_counter() - started
-                self._wire.send(StepEvent(self.iteration, step_s, progress, plan.depth))
-                if self._depth and not self._unstarted:
-                    self._depth.note(step_s, progress)
-                self._unstarted.difference_update(p.request for p in progress)
-            if any(p.finish is not None for p in progress):
-                return True
-        return False
+            self._runner.limit_drafts(plan.depth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +148,6 @@ class RankSetup:
     """Kind of the group, "auto" for the device's own."""
     cpus: frozenset[int] | None
     """CPUs to pin every thread to; None pins nothing."""
-    max_burst: int
     timeout_s: float
     """Of a collective, and of the ranks' first contact."""
 
@@ -299,7 +276,6 @@ class Rank:
             self._runner,
             wire=self._inbox,
             followers=self._relays if leads else None,
-            max_burst=self.setup.max_burst,
             depth=Depth(run.draft_tokens) if leads and run.auto_depth else None,
         )
         self._loop.run()

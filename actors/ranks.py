@@ -92,7 +92,6 @@ class RankGroup:
                 device=spec.device,
                 collective=spec.parallel.collective,
                 cpus=cpus[rank],
-                max_burst=spec.limits.max_burst,
                 timeout_s=spec.ray.collective_timeout_s,
             )
             for rank in range(run.tensor_parallel)

@@ -107,8 +107,6 @@ class LimitsSpec:
     """Prompt tokens a step takes before the decoding requests get their turn."""
     max_queue: Count = 1024
     """Requests that may wait for a slot; more are refused."""
-    max_burst: Count = 1
-    """Iterations the ranks run without a new plan; an abort waits for them."""
     batch_buckets: tuple[Count, ...] = ()
     """Batch sizes an iteration is padded to, rising, the last = max_slots; empty: no padding."""
 

@@ -123,11 +123,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The leader's word to every rank: apply these commands, then run up to `burst` iterations."""
+    """The leader's word to every rank: apply these commands, then step once if there is work."""
 
     seq: int
     commands: list[Join | Leave]
-    burst: int
     digest: int
     """Digest of the leader's slot table before the commands."""
     stop: bool = False

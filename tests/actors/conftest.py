@@ -134,12 +134,9 @@ class Counting:
 class ThreadRanks:
     """actors.ranks.Ranks with a thread a rank."""
 
-    def __init__(
-        self, runners: Sequence[Counting], max_burst: int = 4, depth: Depth | None = None
-    ) -> None:
+    def __init__(self, runners: Sequence[Counting], depth: Depth | None = None) -> None:
         self.runners = runners
         self.depth = depth
-        self.max_burst = max_burst
         self.events: list[StepEvent] = []
         self.killed = False
         self._posts = [Postbox() for _ in runners]
@@ -157,8 +154,7 @@ class ThreadRanks:
         self._wire.send(Hello(epoch=0, rank=DRIVER))
         greet(inbox, Hello(epoch=0, rank=0), expect=DRIVER, timeout_s=5)
         await self._wire.receive_async(Hello)
-        lead: dict[str, Any] = {"max_burst": self.max_burst, "depth": self.depth}
-        loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, **lead)]
+        loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, depth=self.depth)]
         for rank, (mine, address) in enumerate(opened, start=1):
             wire = self._posts[rank].connect(address)
             wire.send(Hello(epoch=0, rank=rank))

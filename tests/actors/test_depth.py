@@ -16,13 +16,13 @@ from tests.actors.test_driver import answer, ask, driving, run
 def live(
     depth: Depth, steps: int, *, chance: float, draft_s: float, slots: int = 1, seed: int = 0
 ) -> tuple[Counter[int], float, float]:
-    """Plans of 4 steps in a world where a pass takes 1 s and each draft draft_s (5 % noise).
+    """Steps in a world where a pass takes 1 s and each draft draft_s (5 % noise).
 
     -> how often each depth ran, tokens and seconds in all.
     """
     dice, ran, tokens, seconds = random.Random(seed), Counter[int](), 0.0, 0.0
-    for step in range(steps):
-        k = depth.choose() if step % 4 == 0 else depth.depth
+    for _ in range(steps):
+        k = depth.choose()
         ran[k] += 1
         progress = []
         for slot in range(slots):

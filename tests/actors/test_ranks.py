@@ -68,7 +68,7 @@ MakeGroup = Callable[..., Group]
 def group() -> Iterator[MakeGroup]:
     posts = [Postbox() for _ in range(4)]
 
-    def make(size: int = 2, max_burst: int = 4, **runner: object) -> Group:
+    def make(size: int = 2, **runner: object) -> Group:
         inbox, address = posts[0].listen(None)
         pairs = [posts[0].listen(None) for _ in range(size - 1)]
         driver = posts[3].connect(address)
@@ -78,7 +78,7 @@ def group() -> Iterator[MakeGroup]:
         greet(inbox, hello, expect=DRIVER, timeout_s=5)
         assert driver.receive(Hello, 5) == hello
         relays = [wire for wire, _ in pairs]
-        loops = [RankLoop(made.runners[0], wire=inbox, followers=relays, max_burst=max_burst)]
+        loops = [RankLoop(made.runners[0], wire=inbox, followers=relays)]
         for rank, (relay, where) in enumerate(pairs, start=1):
             mine = posts[rank].connect(where)
             mine.send(Hello(epoch=1, rank=rank))
@@ -138,38 +138,29 @@ def test_an_event_after_each_step_carries_the_tokens(group: MakeGroup):
     assert events[0].progress[0].verified is False
 
 
-def test_bursts_grow_while_nothing_changes_and_restart_at_a_command(group: MakeGroup):
-    g = group(size=1, max_burst=8, draft_tokens=0, step_s=0.002)
-    g.order(join(0, 0, max_tokens=40))
-    for _ in range(20):
-        g.driver.receive(StepEvent, 5)
-    g.order(join(1, 1, max_tokens=1000))
-    g.events(ended(1))
-    g.stop()
-    plans = g.runners[0].applied
-    joins = [i for i, commands in enumerate(plans) if commands]
-    assert joins[0] == 0
-    # 20 or so steps took few plans: 1, 1, 2, 4, 8, 8
-    assert 4 <= joins[1] <= 8
-
-
-def test_a_prefill_in_progress_keeps_bursts_at_one(group: MakeGroup):
-    g = group(size=1, max_burst=8, chunk=1)
-    g.order(join(0, 0, prompt=[1] * 12, max_tokens=1))
-    g.events(ended(1))
-    g.stop()
-    assert len(g.runners[0].applied) == 12
-
-
-def test_a_burst_ends_when_a_request_finishes(group: MakeGroup):
-    g = group(size=2, max_burst=16, draft_tokens=0, step_s=0.002)
-    g.order(join(0, 0, max_tokens=20), join(1, 1, max_tokens=200))
+def test_each_step_has_a_plan_of_its_own(group: MakeGroup):
+    g = group(size=2, chunk=1)
+    g.order(join(0, 0, prompt=[1] * 12, max_tokens=9))
     events = g.events(ended(1))
-    steps = events[-1].iteration
-    g.order(join(2, 0, max_tokens=1))  # into the slot that just came free
-    more = g.events(ended(1))
     g.stop()
-    assert more[-1].iteration <= steps + 4
+    for runner in g.runners:
+        assert len(runner.applied) == events[-1].iteration > 12
+
+
+def test_what_comes_during_a_step_is_in_the_next_plan(group: MakeGroup):
+    g = group(size=2, draft_tokens=0, step_s=0.1)
+    first = [join(0, 0, max_tokens=1), join(1, 1, max_tokens=100)]
+    second = [join(2, 0, max_tokens=1), Leave(slot=1, request=1)]  # 0 is free after its one step
+    g.runners[0].hang.clear()
+    g.order(*first)
+    while not g.runners[0].applied:
+        time.sleep(0.001)
+    g.order(*second)
+    g.runners[0].hang.set()
+    events = g.events(ended(2))
+    g.stop()
+    assert [e.iteration for e in events] == [1, 2]
+    assert g.runners[0].applied == g.runners[1].applied == [first, second]
     assert not g.errors
 
 
@@ -338,7 +329,6 @@ def test_a_rank_takes_the_pages_its_device_has_room_for(
         device="cuda",
         collective="auto",
         cpus=None,
-        max_burst=1,
         timeout_s=1.0,
     )
     free_bytes = int(memory_plan(model, run).total_bytes(room) / 0.84) + 1
