@@ -21,13 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.launch import (
-    after_previous,
-    let_next_start,
-    overlapped,
-    prefetch,
-    wait_for_previous,
-)
+from parallel.kernels.launch import after_previous, overlapped
 
 MIN_CHUNK, MAX_CHUNK = 64, 1024
 """Keys of a part: few when there are few tiles, so that one slot still fills the device."""
@@ -105,7 +99,7 @@ def paged_attention(
         q, k_pages, v_pages, block_table, positions, lengths, gate_rows, out, partial, stats,
         q.stride(0), q.stride(1), q.stride(2), *k_pages.stride()[:3], *v_pages.stride()[:3],
         block_table.stride(0), positions.stride(0), gate_rows.stride(0), rows, cut.chunk,
-        block_table.shape[1] * page, k_pages.shape[0], d**-0.5 * 1.4426950408889634,
+        block_table.shape[1] * page, d**-0.5 * 1.4426950408889634,
         HEADS=heads, KV=kv_heads, D=d, PAGE=page, TILE=cut.tile,
         KEYS=keys, ONE=keys == cut.chunk, WHOLE=whole, GATED=gated, WIDEN=not q.is_cuda,
         num_warps=8 if cut.tile == MAX_TILE else 4,
@@ -189,7 +183,7 @@ def _attend(
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, length_ptr, gate_ptr, out_ptr, partial_ptr,
     stats_ptr, q_slot, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
-    table_slot, position_slot, gate_token, rows, chunk, context, pages, scale,
+    table_slot, position_slot, gate_token, rows, chunk, context, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
     GATED: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
@@ -197,10 +191,9 @@ def _attend_kernel(
     """One part of the context for one tile; WHOLE: the part is everything, so it ends here.
 
     ONE: the part is one step, whose keys and values are on their way before it is known which of
-    them count. They start for the L2 cache even before the wait, by the table as it was: it seldom
-    changes, and where it does, another page of the pool was brought for nothing.
+    them count.
     """
-    let_next_start(PDL)
+    after_previous(PDL)
     part, dim = tl.program_id(0), tl.arange(0, D)
     slot, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
     group: tl.constexpr = HEADS // KV
@@ -215,14 +208,6 @@ def _attend_kernel(
     )
     if ONE:
         key = start + tl.arange(0, KEYS)
-        if PDL:
-            page = tl.load(table_ptr + key // PAGE, mask=key < context, other=0)
-            page = tl.minimum(tl.maximum(page, 0), pages - 1)
-            num_bytes: tl.constexpr = D * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            prefetch(k_ptr + page * k_page + key % PAGE * k_token, num_bytes, PDL)
-            prefetch(v_ptr + page * v_page + key % PAGE * v_token, num_bytes, PDL)
-    wait_for_previous(PDL)
-    if ONE:
         k, v = _page_rows(
             k_ptr, v_ptr, table_ptr, key, key < context, dim,
             k_page, k_token, v_page, v_token, PAGE,

@@ -19,7 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
+from parallel.kernels.launch import (
+    after_previous,
+    let_next_start,
+    overlapped,
+    wait_for_previous,
+)
 
 NARROW, WIDE = (8, 1), (16, 1)
 """Columns of a state and warps of one program: NARROW spreads few states over more processors."""
@@ -57,7 +62,7 @@ def gdn_inputs(
     beta = torch.empty_like(g)
     read = (proj, conv_cache, conv_weight, rate, dt_bias, slots, kept)
     strides = (*proj.stride()[:2], *conv_cache.stride()[:2])
-    shape = (rows, conv_cache.shape[1], conv_weight.shape[0], key_heads, value_heads, dk, dv)
+    shape = (rows, conv_weight.shape[0], key_heads, value_heads, dk, dv)
     grid = (2 * key_heads + value_heads, batch)
     _inputs_kernel[grid](*read, qk, v, g, beta, *strides, *shape, num_warps=4, **overlapped(proj))
     return qk, v, g, beta
@@ -110,23 +115,18 @@ def gdn_verify(
 def _inputs_kernel(
     proj, cache, weight, rate, dt_bias, slots, kept, qk, v, g, beta, proj_b, proj_r, cache_s,
     cache_x,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, K_HEADS: tl.constexpr,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TAPS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of the channels of one head's q, k or v, in one slot."""
-    let_next_start(PDL)
+    after_previous(PDL)
     QK: tl.constexpr = 2 * K_HEADS * DK
     CHANNELS: tl.constexpr = QK + HEADS * DV
     part, b = tl.program_id(0), tl.program_id(1)
-    cache += tl.load(slots + b) * cache_s
-    if DK == DV and DK % 8 == 0:
-        x = tl.minimum(tl.arange(0, triton.next_power_of_2(WINDOW)), WINDOW - 1)
-        num_bytes: tl.constexpr = DK * (cache.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(cache + x * cache_x + part * DK, num_bytes, PDL)
-    wait_for_previous(PDL)
     t = tl.arange(0, triton.next_power_of_2(ROWS))
     row = b * ROWS + t
     proj += b * proj_b
+    cache += tl.load(slots + b) * cache_s
     old = cache + tl.load(kept + b) * cache_x
     if part < 2 * K_HEADS:
         c = part * DK
