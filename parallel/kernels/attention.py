@@ -194,18 +194,15 @@ def _attend_kernel(
     them count.
     """
     after_previous(PDL)
-    part, dim = tl.program_id(0), tl.arange(0, D)
+    dim = tl.arange(0, D)
     slot, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
     group: tl.constexpr = HEADS // KV
     packed = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row, head = packed // group, kv * group + packed % group
     real = row < rows
-    start = part * chunk
-    k_ptr, v_ptr, table_ptr = (
-        k_ptr + kv * k_head,
-        v_ptr + kv * v_head,
-        table_ptr + slot * table_slot,
-    )
+    start = tl.program_id(0) * chunk
+    k_ptr, v_ptr = k_ptr + kv * k_head, v_ptr + kv * v_head
+    table_ptr += slot * table_slot
     if ONE:
         key = start + tl.arange(0, KEYS)
         k, v = _page_rows(
@@ -246,10 +243,16 @@ def _attend_kernel(
         place = out_ptr + (line * D)[:, None] + dim[None, :]
         _store(y, gate_ptr + gate_at, place, real[:, None], out_ptr.dtype.element_ty, GATED)
     else:
-        line = line * tl.num_programs(0) + part
-        tl.store(partial_ptr + (line * D)[:, None] + dim[None, :], total, mask=real[:, None])
-        tl.store(stats_ptr + line * 2, high, mask=real)
-        tl.store(stats_ptr + line * 2 + 1, weight, mask=real)
+        _leave(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D)
+
+
+@triton.jit
+def _leave(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D: tl.constexpr):
+    """A part's sums and their scale, for _combine_kernel."""
+    line = line * tl.num_programs(0) + tl.program_id(0)
+    tl.store(partial_ptr + (line * D)[:, None] + dim[None, :], total, mask=real[:, None])
+    tl.store(stats_ptr + line * 2, high, mask=real)
+    tl.store(stats_ptr + line * 2 + 1, weight, mask=real)
 
 
 @triton.jit
