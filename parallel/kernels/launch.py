@@ -5,8 +5,8 @@
 Programmatic dependent launch (capability 9.0): all programs of a kernel say at once that the next
 may start, and wait for the kernel before to end only where they first touch what it wrote. So start
 and drain of short kernels overlap, and a weight streams into the second-level cache meanwhile.
-A kernel launched so must call after_previous before it reads or writes anything but weights; one
-that loads weights first calls the two halves of it.
+A kernel launched so must call after_previous before it reads or writes anything but weights, or
+what lies still since an earlier iteration; one that loads those first calls its two halves.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import tests.parallel.conftest  # noqa: F401  (also in the processes: interpreted where no GPU is)
 from parallel.backends.cpu import CpuOps
-from parallel.group import Hall, Mail
+from parallel.backends.cuda import CudaOps
+from parallel.group import Group, Hall, Mail
 from parallel.kernels import matmul, peer, two_shot
 from parallel.kernels.rows import top_keys
 from tests.parallel.test_kernels_rows import DEVICE, EPS, close, rand
@@ -121,13 +122,17 @@ def more_calls(hall: Hall, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
     return results
 
 
-def calls(rank: int, mail: Mail, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """What one rank does; the other ranks do the same at the same time."""
-    results = []
+def calls(ops: CudaOps, rank: int, mail: Mail, given: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """What one rank does; the other ranks do the same at the same time.
+
+    The second sum of a turn is as layers take it: its part is a product, which has sent it.
+    """
+    group, results = Group(), []
+    group.mail = mail
     for turn, (part, residual, scale, best, x, w) in enumerate(given):
         results += peer.sum_add_rms_norm(part, residual, scale, EPS, mail)
-        part = matmul.few_rows_sent(x, w, mail)
-        results += peer.sum_add_rms_norm(part, residual, scale, EPS, mail, sent=True)
+        part = ops.linear_part(x, w, group)
+        results += ops.sum_add_rms_norm(part, residual, scale, EPS, group)
         if turn % 2:
             results.append(peer.choose_over_ranks(top_keys(best), rank * VOCABULARY, mail))
     return results
@@ -163,7 +168,8 @@ def body(rank: int, shared: list[Tensor], rooms: list[tuple[Tensor, ...]], queue
     torch.set_num_threads(1)
     prepare(rank, len(shared), inputs(rank, "cpu")[:2], "cpu")
     prepare_more(rank, len(shared), more_inputs(rank, "cpu")[:1], "cpu")
-    results = calls(rank, mails(shared, "cpu")[rank], inputs(rank, "cpu"))
+    ops = CudaOps(torch.device("cpu"))
+    results = calls(ops, rank, mails(shared, "cpu")[rank], inputs(rank, "cpu"))
     results += more_calls(halls(rooms, "cpu")[rank], more_inputs(rank, "cpu"))
     queue.put((rank, [t.tolist() for t in results]))
 
@@ -174,6 +180,7 @@ def run(size: int) -> list[list[Tensor]]:
     if DEVICE == "cuda":
         made, meets = mails(inboxes(size, DEVICE), DEVICE), halls(rooms, DEVICE)
         streams = [torch.cuda.Stream() for _ in made]
+        ops = [CudaOps(torch.device(DEVICE)) for _ in made]
         given = [inputs(rank, DEVICE) for rank in range(size)]
         more = [more_inputs(rank, DEVICE) for rank in range(size)]
         for rank, stream in enumerate(streams):
@@ -184,7 +191,7 @@ def run(size: int) -> list[list[Tensor]]:
         torch.cuda.synchronize()
         for rank, (mail, stream) in enumerate(zip(made, streams, strict=True)):
             with torch.cuda.stream(stream):
-                results.append(calls(rank, mail, given[rank]))
+                results.append(calls(ops[rank], rank, mail, given[rank]))
                 results[-1] += more_calls(meets[rank], more[rank])
         torch.cuda.synchronize()
         return [[t.cpu() for t in mine] for mine in results]
