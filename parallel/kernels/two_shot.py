@@ -23,14 +23,19 @@ from torch import Tensor
 from parallel.group import Hall
 from parallel.kernels.launch import after_previous, overlapped
 
-ROWS = 4
-"""Rows of one owner that a program deals with at a time."""
+TILE = 8192
+"""Elements that a program deals with at a time, in rows of one owner."""
+
+
+def rows_of(d: int) -> int:
+    """How many rows of width d that is."""
+    return min(4, max(1, TILE // triton.next_power_of_2(d)))
 
 
 def fits(part: Tensor, hall: Hall) -> bool:
     """Whether sum_add_rms_norm takes such rows."""
     d = part.shape[-1]
-    step = ROWS * hall.size
+    step = rows_of(d) * hall.size
     rows = -(-part.numel() // d // step) * step
     return part.dtype == torch.bfloat16 and d % 8 == 0 and rows * d <= hall.room.numel()
 
@@ -50,11 +55,11 @@ def sum_add_rms_norm(
     assert residual.is_contiguous()
     assert fits(part, hall)
     total = torch.empty_like(part)
-    turns = triton.cdiv(tokens, ROWS * hall.size)
+    turns = triton.cdiv(tokens, rows_of(d) * hall.size)
     _two_shot_kernel[(min(turns, hall.programs),)](
         part, residual, scale, total, hall.parts, hall.room, hall.flags, hall.turns, hall.peers,
         tokens, turns, hall.parts.stride(0), eps,
-        PROGRAMS=hall.programs, RANK=hall.rank, SIZE=hall.size, D=d, ROWS=ROWS,
+        PROGRAMS=hall.programs, RANK=hall.rank, SIZE=hall.size, D=d, ROWS=rows_of(d),
         BLOCK=triton.next_power_of_2(d), num_warps=8, **overlapped(part),
     )  # fmt: skip
     return hall.room[: part.numel()].view(part.shape), total

@@ -74,7 +74,7 @@ def many(rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
 def owned(total: Tensor, rank: int, size: int) -> Tensor:
     """The rows [.., d] that `rank` keeps, the others zero."""
     flat = total.flatten(0, -2)
-    owner = torch.arange(len(flat), device=total.device) // two_shot.ROWS % size
+    owner = torch.arange(len(flat), device=total.device) // two_shot.rows_of(total.shape[-1]) % size
     return torch.where((owner == rank)[:, None], flat, 0.0)
 
 
