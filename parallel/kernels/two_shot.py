@@ -29,7 +29,8 @@ TILE = 8192
 
 def rows_of(d: int) -> int:
     """How many rows of width d that is."""
-    return min(4, max(1, TILE // triton.next_power_of_2(d)))
+    padded = 1 << (d - 1).bit_length()
+    return min(4, max(1, TILE // padded))
 
 
 def fits(part: Tensor, hall: Hall) -> bool:
