@@ -3,7 +3,7 @@
     open_cuda(index, group) -> Device; CudaOps overrides CpuOps, which stays the definition
 
 Prompts' delta rule is flash-linear-attention's where that is installed. Small sums and gathers go
-through symmetric memory (peer loads, one shot, no multicast), large ones through NCCL.
+through symmetric memory (one shot, no multicast), those of prompts in two shots, the rest by NCCL.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CudaOps(CpuOps):
         )
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._few(x, 32):
+        if self._few(x, self._matmul.HELD_ROWS):
             return self._matmul.few_rows(x, weight, self._arrivals)
         return F.linear(x, weight)
 

@@ -30,6 +30,7 @@ from parallel.kernels.launch import (
     prefetch,
     wait_for_previous,
 )
+from parallel.kernels.peer import takes
 from parallel.kernels.resident import fits, resident
 from parallel.kernels.rows import LOWEST, _sortable, pair_of
 
@@ -98,9 +99,8 @@ def few_rows_swiglu(x: Tensor, w_gate_up: Tensor, arrivals: Tensor) -> Tensor:
 
 def can_send(x: Tensor, w: Tensor, mail: Mail) -> bool:
     """Whether few_rows_sent takes them."""
-    num_rows, width = x.numel() // x.shape[-1], w.shape[0]
-    few = 0 < num_rows <= mail.rows and fits(x, num_rows)
-    return few and x.dtype == torch.bfloat16 and width % 2 == 0 and width // 2 <= mail.words
+    num_rows = x.numel() // x.shape[-1]
+    return num_rows > 0 and fits(x, num_rows) and takes(num_rows, w.shape[0], mail)
 
 
 def few_rows_sent(x: Tensor, w: Tensor, mail: Mail) -> Tensor:

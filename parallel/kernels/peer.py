@@ -52,8 +52,12 @@ def sum_add_rms_norm(
 def fits(part: Tensor, mail: Mail) -> bool:
     """Whether sum_add_rms_norm takes such rows."""
     d = part.shape[-1]
-    few = part.numel() <= mail.rows * d
-    return few and part.dtype == torch.bfloat16 and d % 2 == 0 and d // 2 <= mail.words
+    return part.dtype == torch.bfloat16 and takes(part.numel() // d, d, mail)
+
+
+def takes(num_rows: int, d: int, mail: Mail) -> bool:
+    """Whether bfloat16 rows of width d find their place in an inbox."""
+    return num_rows <= mail.rows and d % 2 == 0 and d // 2 <= mail.words
 
 
 def choose_over_ranks(best: Tensor, first_id: int, mail: Mail) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from parallel.group import Mail
 from parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
-from parallel.kernels.peer import _place, _word
+from parallel.kernels.peer import _send, _word
 
 MAX_ROWS = 8
 MAX_WARPS = 16
@@ -34,15 +34,16 @@ HELD = 4
 
 
 def fits(x: Tensor, num_rows: int) -> bool:
-    """Whether resident takes such rows [.., K]: 16 bits each, 16 bytes at a time."""
-    return num_rows <= MAX_ROWS and x.element_size() == 2 and x.shape[-1] % 8 == 0
+    """Whether resident takes such rows [.., K]: bfloat16, 16 bytes at a time."""
+    return num_rows <= MAX_ROWS and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
 
 
 def resident(x: Tensor, w: Tensor, y: Tensor, *, gated: bool, mail: Mail | None = None) -> None:
     """x [N, K] @ w [O, K]^T -> y [N, O], summed in float32; gated: as few_rows_swiglu, y [N, i].
 
-    x's last dim has stride 1; w and y are contiguous. A row's result depends on no other row.
-    With mail, y is this rank's part of a sum, and on its way to the others as bfloat16: the call of
+    All bfloat16; x's last dim has stride 1, w and y are contiguous. A row's result depends on no
+    other row.
+    With mail, y is this rank's part of a sum, and on its way to the others: the call of
     peer.sum_add_rms_norm that takes it comes next, with sent=True. O is even.
     """
     num_rows, inner = x.shape
@@ -52,18 +53,11 @@ def resident(x: Tensor, w: Tensor, y: Tensor, *, gated: bool, mail: Mail | None 
     _resident_kernel[(triton.cdiv(width, 8 if gated else 16),)](
         x, w, y, num_rows, x.stride(0), width, *((mail.peers, mail.turns) if mail else (y, y)),
         K=inner, G=step // 32, STEPS=triton.cdiv(inner, step), HELD=HELD,
-        GATED=gated, FACTOR=_factor(x),
+        GATED=gated, FACTOR=tl.bfloat16 if x.is_cuda else tl.float32,
         MAIL_ROWS=mail.rows if mail else 0, WORDS=mail.words if mail else 0,
         RANK=mail.rank if mail else 0, SIZE=mail.size if mail else 1,
         num_warps=warps, **_registers(x, warps), **overlapped(x),
     )  # fmt: skip
-
-
-def _factor(x: Tensor) -> tl.dtype:
-    """What the tensor cores multiply. Interpreted there is no bfloat16 product."""
-    if not x.is_cuda:
-        return tl.float32
-    return tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
 
 
 def _registers(x: Tensor, warps: int) -> dict[str, Any]:
@@ -103,7 +97,7 @@ def _resident_kernel(
     pair = tl.sum(total, 0).to(y.dtype.element_ty)
     pair = tl.permute(tl.reshape(pair, (2, 8, 8)), (1, 2, 0))
     if SIZE > 1:
-        _send(pair, peers, turns, num_rows, width, MAIL_ROWS, WORDS, RANK, SIZE)
+        _send_pairs(pair, peers, turns, num_rows, width, MAIL_ROWS, WORDS, RANK, SIZE)
     _write(pair, y, num_rows, width, GATED)
 
 
@@ -159,20 +153,16 @@ def _operand(t, N: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _send(
+def _send_pairs(
     pair, peers, turns, num_rows, width,
     MAIL_ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What _write writes, a pair a word, as peer._send lays it out."""
+    """What _write writes, a pair a word."""
     n, c = tl.arange(0, 8)[None, :], tl.program_id(0) * 8 + tl.arange(0, 8)[:, None]
     mask = (n < num_rows) & (2 * c < width)
     one, two = tl.split(pair.to(tl.float32))
     turn = tl.load(turns + n, mask=n < num_rows, other=0) + 1
-    letter = (turn.to(tl.int64) << 32) | (_word(one, two).to(tl.int64) & 0xFFFFFFFF)
-    for step in tl.static_range(1, SIZE):
-        inbox = tl.load(peers + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
-        at = inbox + _place(turn, RANK, n, MAIL_ROWS, WORDS, SIZE) + c
-        tl.store(at, letter, mask=mask)
+    _send(_word(one, two), c, mask, turn, peers, n, MAIL_ROWS, WORDS, RANK, SIZE)
 
 
 @triton.jit

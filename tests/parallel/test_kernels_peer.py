@@ -131,6 +131,7 @@ def calls(ops: CudaOps, rank: int, mail: Mail, given: list[tuple[Tensor, ...]]) 
     group.mail = mail
     for turn, (part, residual, scale, best, x, w) in enumerate(given):
         results += peer.sum_add_rms_norm(part, residual, scale, EPS, mail)
+        assert matmul.can_send(x, w, mail)
         part = ops.linear_part(x, w, group)
         results += ops.sum_add_rms_norm(part, residual, scale, EPS, group)
         if turn % 2:
