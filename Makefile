@@ -45,7 +45,7 @@ check: $(DEV)
 	$(BIN)/pyright
 
 bench: $(DEV)
-	@$(BIN)/python -m benchmarks.bench
+	@$(BIN)/python -m outrider.benchmarks.bench
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

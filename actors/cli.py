@@ -24,18 +24,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
-if TYPE_CHECKING:
-    from actors.engine import Engine
-    from actors.messages import Completion, RequestStats
-    from model.step import Sampling
-
-FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
-EXIT_CODES = (
-    "Exit codes: 0 done; 1 the engine failed; 2 wrong option, configuration, prompt or checkpoint; "
-    "130 interrupted by Ctrl-C."
+from outrider.actors.options import (
+    EXIT_CODES,
+    FAILED,
+    INTERRUPTED,
+    USER_ERROR,
+    Config,
+    Sets,
+    config_file,
 )
+
+if TYPE_CHECKING:
+    from outrider.actors.driver.messages import Completion, RequestStats
+    from outrider.actors.engine import Engine
+    from outrider.model.step import Sampling
+
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-OUR_ROOMS = ("actors", "model", "parallel")
+OURS = "outrider"
 
 app = typer.Typer(
     name="outrider",
@@ -45,17 +50,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Config = Annotated[
-    Path | None, typer.Option(help="Configuration file.  [default: ./cluster.yaml if there is one]")
-]
 Model = Annotated[str | None, typer.Option(help="Hugging Face folder or hub id.")]
 DraftTokens = Annotated[int | None, typer.Option(help="Tokens drafted an iteration, 0 to 16.")]
 DraftBody = Annotated[str | None, typer.Option(help="Home of the draft body: local or sharded.")]
 TensorParallel = Annotated[int | None, typer.Option(help="Ranks: a process and device each.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY.SUB=VALUE", help="Any key of cluster.yaml; repeatable."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
 
 
@@ -143,7 +141,7 @@ def generate(
 
     Several prompts run together. With --json: one object per prompt, in their order.
     """
-    from model.step import Sampling
+    from outrider.model.step import Sampling
 
     prompts: list[str | list[int]] = [*(prompt or []), *map(_token_ids, prompt_ids or [])]
     if not prompts:
@@ -189,9 +187,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the bytes each rank will allocate, from config.json alone: no weights, no Ray."""
-    from actors.spec import load_spec
-    from model.config import ConfigError
-    from model.plan import memory_plan
+    from outrider.actors.cluster.reader import load_spec
+    from outrider.model.config import ConfigError
+    from outrider.model.plan import memory_plan
 
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
     spec = load_spec(config_file(config), options)
@@ -233,8 +231,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check devices, drivers, packages, CPUs, memory, Ray and checkpoint; exit 1 if one blocks."""
-    from actors.doctor import examine, report
-    from actors.spec import load_spec
+    from outrider.actors.cluster.doctor import examine, report
+    from outrider.actors.cluster.reader import load_spec
 
     options = _options(sets, model, None, None, tensor_parallel)
     text, code = report(examine(load_spec(config_file(config), options)), as_json=as_json)
@@ -254,8 +252,8 @@ def serve(
     sets: Sets = None,
 ) -> None:
     """Serve the OpenAI API on Ray Serve until Ctrl-C or SIGTERM; requests under way may finish."""
-    from actors.placement import prefer_haproxy
-    from actors.spec import load_spec
+    from outrider.actors.cluster.placement import prefer_haproxy
+    from outrider.actors.cluster.reader import load_spec
 
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
     named = {"serve.host": host, "serve.port": port}
@@ -264,7 +262,7 @@ def serve(
     spec = load_spec(config, options)
     if spec.serve.haproxy and spec.ray.address is None:
         prefer_haproxy()
-    from actors.serve import run_server  # imports ray.serve, which reads the choice above
+    from outrider.actors.serve import run_server
 
     run_server(config, options, _say)
 
@@ -272,7 +270,7 @@ def serve(
 @app.command(add_help_option=False, context_settings=PASS_ON)
 def bench(context: typer.Context) -> None:
     """Measure an engine: times, acceptance, exactness; `outrider bench --help` has the options."""
-    from benchmarks.latency import app as measure
+    from outrider.benchmarks.latency import app as measure
 
     command = typer.main.get_command(measure)
     command.main(context.args, prog_name="outrider bench", standalone_mode=False)
@@ -303,13 +301,6 @@ def _plan_table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def config_file(given: Path | None) -> Path | None:
-    """The file to read: the one given, or ./cluster.yaml if there is one."""
-    from actors.spec import DEFAULT_FILE
-
-    return given or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).is_file() else None)
-
-
 def _options(
     sets: Sequence[str] | None,
     model: str | None,
@@ -318,7 +309,7 @@ def _options(
     tensor_parallel: int | None,
 ) -> dict[str, Any]:
     """Overrides of cluster.yaml under dotted keys; a named option wins over --set."""
-    from actors.spec import parse_set
+    from outrider.actors.cluster.reader import parse_set
 
     named = {
         "model": model,
@@ -344,9 +335,9 @@ def _chat_prompts(
     config: Path | None, options: Mapping[str, Any], prompts: Sequence[str | list[int]]
 ) -> list[str | list[int]]:
     """Texts become the token ids of a user's turn; ids stay as they are."""
-    from actors.spec import load_spec
-    from model.config import ConfigError
-    from model.text import Tokenizer
+    from outrider.actors.cluster.reader import load_spec
+    from outrider.model.config import ConfigError
+    from outrider.model.text import Tokenizer
 
     model_dir, _ = load_spec(config, options).open_model(check_weights=False)
     if not Tokenizer.exists(model_dir):
@@ -369,7 +360,7 @@ def _stdout_kept() -> Iterator[TextIO]:
 
 
 def _start(config: Path | None, options: Mapping[str, Any]) -> Engine:
-    from actors.engine import Engine
+    from outrider.actors.engine import Engine
 
     return Engine.from_config(config, options)
 
@@ -463,7 +454,7 @@ def _report(error: Exception) -> int:
     if isinstance(error, ValueError):
         _say(f"error: {error}")
         return USER_ERROR
-    ours = type(error).__module__.partition(".")[0] in OUR_ROOMS
+    ours = type(error).__module__.partition(".")[0] == OURS
     if not ours and not isinstance(error, ConnectionError):  # the latter: no Ray at ray.address
         traceback.print_exception(error)
     elif detail := getattr(error, "detail", ""):

@@ -1,7 +1,8 @@
 """The Python API: one Engine is one model on its ranks, from first check to last process.
 
     from_config: cluster.yaml -> Spec -> checkpoint headers -> Ray -> DriverActor -> ranks
-    generate, stream, stats: over a Line to the driver         close: undoes from_config, in reverse
+    generate, stream, stats: over an EngineClient to the driver
+    close: undoes from_config, in reverse
 Everything a user can get wrong in file or checkpoint is checked before Ray starts. A cluster that
 this process is connected to (a job, an actor) is used and left running.
 """
@@ -22,22 +23,18 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.desk import DriverActor, DriverSetup, Line
-from actors.messages import (
-    Chunk,
-    Completion,
-    EngineClosedError,
-    EngineDeadError,
-    Request,
-    RequestError,
-    RequestStats,
-)
-from actors.placement import Cluster, bundle_options, bundles, connect_ray, place
-from actors.scheduler import Limits
-from actors.spec import Spec, load_spec
-from model.config import ModelConfig, RunConfig
-from model.plan import overshoot_rows
-from model.step import Sampling
+from outrider.actors.cluster.placement import Cluster, bundle_options, bundles, connect_ray, place
+from outrider.actors.cluster.reader import load_spec
+from outrider.actors.cluster.spec import Spec
+from outrider.actors.driver.actor import DriverActor
+from outrider.actors.driver.assembly import DriverSetup
+from outrider.actors.driver.client import EngineClient
+from outrider.actors.driver.messages import Chunk, Completion, Request, RequestStats
+from outrider.actors.driver.scheduler import Limits
+from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
+from outrider.model.config import ModelConfig, RunConfig
+from outrider.model.plan import overshoot_rows
+from outrider.model.step import Sampling
 
 __all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
 
@@ -63,7 +60,7 @@ class Engine:
         self._driver: Any = driver
         self._call: Any = None
         """The driver's long call under way: start, then run."""
-        self._line: Line | None = None
+        self._client: EngineClient | None = None
 
     @classmethod
     def from_config(
@@ -123,7 +120,7 @@ class Engine:
     def _open(self, setup: DriverSetup, report: OnProgress | None) -> list[str]:
         """The line to the driver, then its start; returns what the user should be warned of."""
         node = ray.get_runtime_context().get_node_id()
-        self._line = line = Line(_get(self._driver.open.remote(node)))
+        self._client = line = EngineClient(_get(self._driver.open.remote(node)))
         self._call = self._driver.start.remote(setup)
         while report and not ray.wait([self._call], timeout=POLL_S)[0]:
             report(*line.loaded)
@@ -152,7 +149,7 @@ class Engine:
             for prompt, one in zip(texts, settings, strict=True)
         ]
         with self._aborting(requests):
-            return self._open_line().generate(requests)
+            return self._open_client().generate(requests)
 
     def stream(
         self,
@@ -174,15 +171,15 @@ class Engine:
             stop=tuple(stop),
         )
         with self._aborting([request]):
-            yield from self._open_line().stream(request)
+            yield from self._open_client().stream(request)
 
     def abort(self, key: str) -> None:
         """End a stream from another thread: it raises RequestAbortedError. Unknown: no-op."""
-        self._open_line().abort([key])
+        self._open_client().abort([key])
 
     def stats(self) -> dict[str, Any]:
         """Sums over all requests since the start, queue and cache, and a dict per rank."""
-        return self._open_line().stats()
+        return self._open_client().stats()
 
     def close(self) -> None:
         """End ranks, driver and a private cluster; open requests fail. Twice does no harm."""
@@ -190,15 +187,15 @@ class Engine:
         if driver is None:
             return
         if ray.is_initialized():
-            if self._line is not None and self._call is not None:
-                self._line.stop()
+            if self._client is not None and self._call is not None:
+                self._client.stop()
                 with contextlib.suppress(RayError):
                     ray.get(self._call, timeout=CLOSE_TIMEOUT_S)
             with contextlib.suppress(RayError):
                 ray.kill(driver)
             remove_placement_group(self._placement)
-        if self._line is not None:
-            self._line.close()
+        if self._client is not None:
+            self._client.close()
         self._cluster.close()
 
     def __enter__(self) -> Engine:
@@ -212,10 +209,10 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _open_line(self) -> Line:
-        if self._driver is None or self._line is None:
+    def _open_client(self) -> EngineClient:
+        if self._driver is None or self._client is None:
             raise EngineClosedError("the engine is closed")
-        return self._line
+        return self._client
 
     @contextlib.contextmanager
     def _aborting(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -223,8 +220,8 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            if self._line is not None and not isinstance(error, (RequestError, EngineDeadError)):
-                self._line.abort([request.key for request in requests])
+            if self._client is not None and not isinstance(error, (RequestError, EngineDeadError)):
+                self._client.abort([request.key for request in requests])
             raise
 
 

@@ -1,6 +1,6 @@
-"""Batch inference over a file, for `ray job submit` or alone: JSON lines in, JSON lines out.
+"""JobRunner inference over a file, for `ray job submit` or alone: JSON lines in, JSON lines out.
 
-    ray job submit --working-dir . -- python -m actors.job --config cluster.yaml \\
+    ray job submit --working-dir . -- python -m outrider.actors.job --config cluster.yaml \\
         --input prompts.jsonl --output out.jsonl
 A line is the body of /v1/completions or /v1/chat/completions with an `id`. Each answer is written
 when it is there; a rerun skips the ids that the output already answers and tries failed ones again.
@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from actors.api import ApiError, ChatBody, CompletionBody, Settings, parse, usage_of
-from actors.cli import EXIT_CODES, FAILED, INTERRUPTED, USER_ERROR, config_file
-from actors.engine import Engine, limits_of
-from actors.messages import EngineDeadError, RequestError
-from actors.scheduler import Limits
-from actors.spec import parse_set
-from model.config import ConfigError
-from model.text import Tokenizer
+from outrider.actors.cluster.reader import parse_set
+from outrider.actors.driver.scheduler import Limits
+from outrider.actors.engine import Engine, limits_of
+from outrider.actors.errors import EngineDeadError, RequestError
+from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings, parse
+from outrider.actors.http.responses import usage_of
+from outrider.actors.options import EXIT_CODES, FAILED, INTERRUPTED, USER_ERROR, config_file
+from outrider.model.config import ConfigError
+from outrider.model.text import Tokenizer
 
 SOME_REFUSED = 3
 REPORT_S = 5.0
@@ -35,20 +36,20 @@ SERVER_ONLY = {"stream", "stream_options", "n", "echo"}
 
 
 @dataclass(frozen=True)
-class Line:
+class InputLine:
     """One line of the input, not looked into yet."""
 
     id: str
     fields: dict[str, Any]
 
 
-class Batch:
+class JobRunner:
     """An engine, and how a line becomes an answer."""
 
     def __init__(self, engine: Engine, limits: Limits, tokenizer: Tokenizer | None) -> None:
         self._engine, self._limits, self._tokenizer = engine, limits, tokenizer
 
-    def answer(self, line: Line) -> dict[str, Any]:
+    def answer(self, line: InputLine) -> dict[str, Any]:
         """The record of the output; what this one line got wrong is its `error`."""
         try:
             body, prompt = self._read(line)
@@ -68,7 +69,7 @@ class Batch:
             record |= {"prompt_token_ids": done.prompt_ids, "token_ids": done.token_ids}
         return record | ({"logprobs": done.logprobs} if body.top is not None else {})
 
-    def _read(self, line: Line) -> tuple[Settings, list[int]]:
+    def _read(self, line: InputLine) -> tuple[Settings, list[int]]:
         foreign = sorted(SERVER_ONLY & line.fields.keys())
         if foreign:
             raise ApiError(400, f"{foreign[0]}: not for a line of a file")
@@ -91,9 +92,9 @@ class Batch:
         return body, self._tokenizer.encode(prompts[0])
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[InputLine]:
     """The input. ConfigError that names the line which is no JSON object with an id of its own."""
-    lines: dict[str, Line] = {}
+    lines: dict[str, InputLine] = {}
     try:
         texts = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
@@ -107,7 +108,7 @@ def read_lines(path: Path) -> list[Line]:
             raise ConfigError(f"{path}:{number}: not JSON: {problem}") from None
         if not isinstance(fields, dict) or not isinstance(fields.get("id"), str):
             raise ConfigError(f'{path}:{number}: expected an object with a text under "id"')
-        line = Line(fields.pop("id"), fields)
+        line = InputLine(fields.pop("id"), fields)
         if line.id in lines:
             raise ConfigError(f"{path}:{number}: the id {line.id!r} was there before")
         lines[line.id] = line
@@ -133,7 +134,7 @@ def answered(path: Path) -> set[str]:
 
 
 def work_through(
-    lines: Sequence[Line], answer: Any, out: TextIO, *, at_once: int, say: Any
+    lines: Sequence[InputLine], answer: Any, out: TextIO, *, at_once: int, say: Any
 ) -> tuple[int, int]:
     """Answer every line, `at_once` at a time, written as they come -> (answered, refused)."""
     counts = [0, 0]
@@ -154,7 +155,7 @@ def work_through(
 
 
 def _as_they_come(
-    pool: ThreadPoolExecutor, lines: Iterable[Line], answer: Any, at_once: int
+    pool: ThreadPoolExecutor, lines: Iterable[InputLine], answer: Any, at_once: int
 ) -> Iterator[Future[dict[str, Any]]]:
     """Never more than at_once under way, so that an end in between loses no more than those."""
     waiting, running = iter(lines), set()
@@ -180,7 +181,7 @@ def run(args: argparse.Namespace, say: Any) -> int:
     with Engine.from_config(config_file(args.config), overrides) as engine:
         model_dir, model = engine.spec.open_model(check_weights=False)
         tokenizer = Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None
-        batch = Batch(engine, limits_of(engine.spec, model, engine.run), tokenizer)
+        batch = JobRunner(engine, limits_of(engine.spec, model, engine.run), tokenizer)
         at_once = 2 * engine.run.max_slots
         with args.output.open("a", encoding="utf-8") as out:
             _, refused = work_through(todo, batch.answer, out, at_once=at_once, say=say)
@@ -190,7 +191,7 @@ def run(args: argparse.Namespace, say: Any) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m actors.job",
+        prog="python -m outrider.actors.job",
         description="Answer a file of prompts.",
         epilog=f"{EXIT_CODES[:-1]}; {SOME_REFUSED} some lines were refused, the others answered.",
     )

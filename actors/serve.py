@@ -1,6 +1,6 @@
 """Ray Serve: a replica hosts a Driver in its event loop, with its ranks in one placement group.
 
-    serve run actors.serve:app         outrider serve --config cluster.yaml         serve deploy
+    outrider serve --config cluster.yaml      serve run outrider.actors.serve:app
     HTTP -> Serve's proxy -> Replica (Endpoints -> Driver) -> ranks
 Bundle 0 of a replica's placement group is the replica, the others are its ranks. Admission is the
 driver's: Serve's own limits are wide. A replica whose engine died fails its health check, and Serve
@@ -25,13 +25,20 @@ from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp
 
-from actors.desk import DriverSetup, assemble
-from actors.endpoints import Endpoints
-from actors.engine import limits_of
-from actors.placement import DRIVER_CPUS, PlacementError, bundles, connect_ray, missing
-from actors.spec import DEFAULT_FILE, Spec, load_spec, parse_set
-from model.config import ModelConfig, RunConfig
-from model.text import Tokenizer
+from outrider.actors.cluster.placement import (
+    DRIVER_CPUS,
+    PlacementError,
+    bundles,
+    connect_ray,
+    missing,
+)
+from outrider.actors.cluster.reader import load_spec, parse_set
+from outrider.actors.cluster.spec import DEFAULT_FILE, Spec
+from outrider.actors.driver.assembly import DriverSetup, assemble
+from outrider.actors.engine import limits_of
+from outrider.actors.http.endpoints import Endpoints
+from outrider.model.config import ModelConfig, RunConfig
+from outrider.model.text import Tokenizer
 
 log = logging.getLogger("ray.serve")
 APPLICATION, DEPLOYMENT = "outrider", "Outrider"
@@ -178,7 +185,7 @@ def application(spec: Spec) -> Application:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """For `serve run actors.serve:build config=cluster.yaml speculation.draft_tokens=5`."""
+    """For `serve run outrider.actors.serve:build config=FILE speculation.draft_tokens=5`."""
     overrides = dict(args)
     config = overrides.pop("config", None) or (
         DEFAULT_FILE if Path(DEFAULT_FILE).is_file() else None
@@ -190,7 +197,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def __getattr__(name: str) -> Application:
-    """`actors.serve:app` is the application of ./cluster.yaml, made when it is asked for."""
+    """`outrider.actors.serve:app` is the application of ./cluster.yaml, made on first use."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return build({})

@@ -24,9 +24,9 @@ import torch
 import typer
 from transformers import Qwen3_5ForCausalLM
 
-from actors.engine import Engine
-from model.step import Sampling
-from model.text import Tokenizer
+from outrider.actors.engine import Engine
+from outrider.model.step import Sampling
+from outrider.model.text import Tokenizer
 
 RANKS = 2
 DRAFT_TOKENS = (0, 1, 2, 3, 4, 5, 8)

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from parallel.affinity import allowed_cpus
+from outrider.parallel.affinity import allowed_cpus
 
 PACKAGES = ("torch", "triton", "fla-core", "ray", "numpy")
 

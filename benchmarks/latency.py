@@ -26,13 +26,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from actors.cli import USER_ERROR, Config, Sets
-from actors.engine import Engine
-from actors.spec import load_spec, parse_set
-from benchmarks import host, planted, report
-from model.config import ConfigError, load_config
-from model.step import MAX_DRAFT_TOKENS, Sampling
-from parallel.device import DeviceError, claim_device
+from outrider.actors.cluster.reader import load_spec, parse_set
+from outrider.actors.engine import Engine
+from outrider.actors.options import USER_ERROR, Config, Sets
+from outrider.benchmarks import host, planted, report
+from outrider.model.config import ConfigError, load_config
+from outrider.model.step import MAX_DRAFT_TOKENS, Sampling
+from outrider.parallel.device import DeviceError
+from outrider.parallel.devices import claim_device
 
 MAX_BATCH = 1024
 CACHE = Path.home() / ".cache" / "outrider"

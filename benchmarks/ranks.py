@@ -2,7 +2,7 @@
 
     planted checkpoint -> ranks meet -> every batch size: outputs against the chain, counters, TPOT
 
-    python -m benchmarks.ranks CKPT --device cuda --size 2 --k 5 --batch 1,8,32 [--profile FILE]
+    python -m outrider.benchmarks.ranks CKPT --device cuda --size 2 --k 5 --batch 1,8,32
 
 The last line of stdout is one JSON object. Greedy; the checkpoint is one of benchmarks/planted.py.
 """
@@ -20,13 +20,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks import planted
-from model.config import RunConfig, load_config
-from model.plan import overshoot_rows, pages_for
-from model.runner import Runner
-from model.step import Join, Sampling
-from parallel import group
-from parallel.device import claim_device, collective_kind, open_device
+from outrider.benchmarks import planted
+from outrider.model.config import RunConfig, load_config
+from outrider.model.plan import overshoot_rows, pages_for
+from outrider.model.runner import Runner
+from outrider.model.step import Join, Sampling
+from outrider.parallel import group
+from outrider.parallel.devices import claim_device, collective_kind, open_device
 
 PROFILED_TOKENS = 128
 DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}

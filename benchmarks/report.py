@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from model.config import ConfigError
+from outrider.model.config import ConfigError
 
 Row = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """What HTTP adds to the engine, and what the automatic depth costs and gains.
 
-    python -m benchmarks.serving http       first token and events: client, engine, the driver's CPU
-    python -m benchmarks.serving depth      tokens a second at K = 0, K = 5 and auto, by acceptance
+    python -m outrider.benchmarks.serving http     first token, events, the driver's CPU
+    python -m outrider.benchmarks.serving depth    tokens a second by depth and acceptance
 One JSON object on the last line of stdout. The http part serves examples/tiny on this host.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.engine import Engine, Sampling
-from actors.placement import prefer_haproxy, start_private
+from outrider.actors.cluster.placement import prefer_haproxy, start_private
+from outrider.actors.engine import Engine, Sampling
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny"
 PORT, WARM_UP, ROUNDS, REQUESTS, ANSWER_TOKENS = 8765, 5, 4, 20, 64
@@ -36,7 +36,7 @@ def http() -> dict[str, Any]:
     prefer_haproxy()
     import httpx2
 
-    from actors.serve import serving, serving_spec
+    from outrider.actors.serve import serving, serving_spec
 
     spec = serving_spec(None, {"model": str(TINY), "port": PORT})
     body = {"prompt": "To create a new project,", "temperature": 0, "ignore_eos": True}
@@ -93,7 +93,7 @@ def look(client: Any, root: str) -> dict[str, float]:
 
 def depth() -> dict[str, Any]:
     """Engines that stand side by side take turns, so that the host's moods meet them all."""
-    from benchmarks import planted
+    from outrider.benchmarks import planted
 
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ It prints what the drafts saved: tokens an iteration.
 
 from __future__ import annotations
 
-from actors.engine import Engine, Sampling
+from outrider.actors.engine import Engine, Sampling
 
 PROMPTS = ["To create a new project,", "By default, the server", "A view is a function that"]
 

@@ -2,7 +2,8 @@
 
     ray start --head --num-cpus 4
     python examples/submit_job.py http://127.0.0.1:8265 prompts.jsonl answers.jsonl
-The same as `ray job submit --working-dir . -- python -m actors.job ...`; exits as the job does.
+The same as `ray job submit --working-dir . -- python -m outrider.actors.job ...`; it exits as the
+job does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 def submit(address: str, source: Path, output: Path) -> bool:
     """True when every line was answered. The files are on the machine where the job runs."""
     client = JobSubmissionClient(address)
-    words = ["python", "-m", "actors.job", "--config", "cluster.yaml"]
+    words = ["python", "-m", "outrider.actors.job", "--config", "cluster.yaml"]
     words += ["--input", str(source.resolve()), "--output", str(output.resolve())]
     job = client.submit_job(entrypoint=shlex.join(words), runtime_env={"working_dir": "."})
     told = ""

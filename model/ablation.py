@@ -1,6 +1,6 @@
 """Behaviours that were given up for speed, kept so that what they cost can be measured.
 
-    Ablation (cluster.yaml: ablation.*) -> old_device, undo(Iteration), synced -> the same tokens
+    Ablation (cluster.yaml: ablation.*) -> old_device, undo(Executor), synced -> the same tokens
 
 Nothing here runs by default: a Runner asks once, at its start, and parts are replaced.
 Letters: B slots | R = K+1 rows | H hidden | V vocabulary | k, h key and value heads | g = h / k
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import Ablation
-from model.gdn import GatedDeltaNet
-from model.iteration import Batch, Iteration, MtpDrafter, RunPiece
-from model.step import MAX_DRAFT_TOKENS
-from parallel.device import Device
-from parallel.graph import Graphs
-from parallel.linear import ColumnLinear
-from parallel.vocab import LMHead
+from outrider.model.config import Ablation
+from outrider.model.executor import DecodeBatch, Executor, MtpDrafter, RunPiece
+from outrider.model.gdn import GatedDeltaNet
+from outrider.model.step import MAX_DRAFT_TOKENS
+from outrider.parallel.device import Device
+from outrider.parallel.graph import Graphs
+from outrider.parallel.linear import ColumnLinear
+from outrider.parallel.vocab import LMHead
 
 
 def old_device(device: Device, old: Ablation) -> Device:
@@ -33,7 +33,7 @@ def old_device(device: Device, old: Ablation) -> Device:
     return replace(device, capabilities=replace(device.capabilities, graphs=False))
 
 
-def undo(it: Iteration) -> None:
+def undo(it: Executor) -> None:
     """Put the old parts in their places."""
     old, device = it.run.ablation, it.device
     if old.merge_then_split:
@@ -49,7 +49,7 @@ def undo(it: Iteration) -> None:
                 it.check = ProbabilityCheck(target, draft)
 
 
-def synced(graphs: Graphs, device: Device, batch: Batch) -> RunPiece:
+def synced(graphs: Graphs, device: Device, batch: DecodeBatch) -> RunPiece:
     """Runs each piece of an iteration as a graph of its own, and waits after each draft pass.
 
     Rows that sample are in no graph; the waits stay.

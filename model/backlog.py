@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel.device import Recalled
+from outrider.parallel.device import GatheredSlots
 
 ROWS = 128
 """A slot's take this many times H numbers; most answers end before so many wait."""
@@ -36,7 +36,7 @@ class Backlog:
     def tensors(self) -> list[Tensor]:
         return [self.fresh, self.hidden]
 
-    def push(self, slots: Tensor, at: Recalled) -> None:
+    def push(self, slots: Tensor, at: GatheredSlots) -> None:
         """Add the rows kept by the last pass. The host sees to it that no slot owes too many."""
         before, ahead = self.count[slots], self._ahead[: at.fresh.shape[1]]
         place = torch.where(

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from model.cache import Rows
-from model.config import AttentionConfig
-from parallel.device import Device
-from parallel.linear import RowLinear
+from outrider.model.cache import Rows
+from outrider.model.config import AttentionConfig
+from outrider.parallel.device import Device
+from outrider.parallel.linear import RowLinear
 
 Params = Mapping[str, Tensor]
 """Tensors of this rank by name, relative to the module that takes them."""

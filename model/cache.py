@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, RunConfig
-from parallel.device import Device
+from outrider.model.config import ModelConfig, RunConfig
+from outrider.parallel.device import Device
 
 NULL_PAGE = 0
 

@@ -157,7 +157,7 @@ class RunConfig:
     """KV pages a rank holds, the null page included."""
     prefill_chunk: int = 512
     batch_buckets: tuple[int, ...] = ()
-    """Batch sizes an iteration is padded to; empty: no padding."""
+    """DecodeBatch sizes an iteration is padded to; empty: no padding."""
     coarse_state: bool = True
     """States may be rounded to bfloat16 on their way where the checkpoint is content with that."""
     pin_rows: bool = False

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
-from parallel.device import Device
+from outrider.model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
+from outrider.parallel.device import Device
 
 ALWAYS = 1 << 62
 """More tokens than any answer has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SamplingFeatures:
     """What the rows of a pass that need all logits need them for; decided by the host."""
 
     drawn: bool = False
@@ -32,8 +32,8 @@ class Wishes:
     """Likeliest tokens to report; None: no log probabilities at all."""
 
     @staticmethod
-    def of(samplings: Sequence[Sampling]) -> Wishes:
-        return Wishes(
+    def of(samplings: Sequence[Sampling]) -> SamplingFeatures:
+        return SamplingFeatures(
             drawn=any(how.temperature > 0 for how in samplings),
             edited=any(how.edits for how in samplings),
             logprobs=max(
@@ -42,7 +42,7 @@ class Wishes:
         )
 
 
-NO_WISHES = Wishes()
+NO_FEATURES = SamplingFeatures()
 
 
 class LogitEdits:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.blocks import Params
-from model.cache import GdnStates, Rows
-from model.config import ModelConfig
-from parallel.device import Device, GdnLayer
-from parallel.linear import ColumnLinear, RowLinear
+from outrider.model.blocks import Params
+from outrider.model.cache import GdnStates, Rows
+from outrider.model.config import ModelConfig
+from outrider.parallel.device import Device, GdnLayer
+from outrider.parallel.linear import ColumnLinear, RowLinear
 
 
 class GatedDeltaNet:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from model.attention import Attention
-from model.blocks import Block, Params, RmsNorm, under
-from model.cache import KvPages, Rows
-from model.config import ModelConfig
-from parallel.device import Device
+from outrider.model.attention import Attention
+from outrider.model.blocks import Block, Params, RmsNorm, under
+from outrider.model.cache import KvPages, Rows
+from outrider.model.config import ModelConfig
+from outrider.parallel.device import Device
 
 
 class MtpDraft:
@@ -44,7 +44,7 @@ class MtpDraft:
         part, x = self.layer(self.layer.input_layernorm(x), x, rows)
         return self.norm.after(part, x)[0]
 
-    def see(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> None:
+    def write_kv(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> None:
         """Only write the rows' keys and values, which later rows attend to.
 
         They follow from the pair alone, since the layer is the only one.

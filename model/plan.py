@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from model.backlog import Backlog
-from model.config import ConfigError, ModelConfig, RunConfig
-from model.weights import rules
-from parallel.device import Capabilities
+from outrider.model.backlog import Backlog
+from outrider.model.config import ConfigError, ModelConfig, RunConfig
+from outrider.model.weights import rules
+from outrider.parallel.device import Capabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

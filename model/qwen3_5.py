@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from model.attention import Attention
-from model.blocks import Block, Params, RmsNorm, under
-from model.cache import GdnStates, KvPages, Rows
-from model.config import ModelConfig
-from model.gdn import GatedDeltaNet
-from parallel.device import Device
+from outrider.model.attention import Attention
+from outrider.model.blocks import Block, Params, RmsNorm, under
+from outrider.model.cache import GdnStates, KvPages, Rows
+from outrider.model.config import ModelConfig
+from outrider.model.gdn import GatedDeltaNet
+from outrider.parallel.device import Device
 
 
 class Qwen35:

@@ -1,4 +1,4 @@
-"""One rank's engine: a table of slots on the host, an Iteration on the device.
+"""One rank's engine: a table of slots on the host, an Executor on the device.
 
     apply(Join, Leave) -> step(): a prefill chunk, then an iteration -> [Progress]
 
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import ablation, backlog
-from model.config import RunConfig, load_config
-from model.edits import Wishes
-from model.iteration import Batch, Chunk, Drafter, Iteration
-from model.plan import (
+from outrider.model import ablation, backlog
+from outrider.model.config import RunConfig, load_config
+from outrider.model.edits import SamplingFeatures
+from outrider.model.executor import DecodeBatch, Drafter, Executor, PromptChunk
+from outrider.model.plan import (
     check_device,
     check_pages,
     memory_plan,
@@ -32,11 +32,11 @@ from model.plan import (
     pages_for,
     powers_of_two,
 )
-from model.step import Join, Leave, Progress, Sampling
-from model.tenants import Launched, Slot, log_probs_of, padded
-from model.weights import load
-from parallel.device import Device, Fetched
-from parallel.graph import Graphs
+from outrider.model.running import InFlightStep, RunningRequest, log_probs_of, padded
+from outrider.model.step import Join, Leave, Progress, Sampling
+from outrider.model.weights import load
+from outrider.parallel.device import Device, Fetched
+from outrider.parallel.graph import Graphs
 
 MAX_CAPTURED_ROWS = 2048
 """Widest prompt chunk that is captured; more of a prompt is several replays."""
@@ -64,15 +64,15 @@ class Runner:
         check_pages(run, memory_plan(self.model, run))
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
-            self.iteration = Iteration(self.model, run, params, device)
+            self.iteration = Executor(self.model, run, params, device)
             ablation.undo(self.iteration)
         self.run_ahead = device.capabilities.run_ahead
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, RunningRequest] = {}
         self.depth = run.draft_tokens
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[InFlightStep] = deque()
         self._graphs = Graphs(self.device)
-        self._chunks: dict[int, Chunk] = {}
-        self._batches: dict[tuple[object, ...], Batch] = {}
+        self._chunks: dict[int, PromptChunk] = {}
+        self._batches: dict[tuple[object, ...], DecodeBatch] = {}
         """With graphs: what captured chunks (by width) and iterations (by shape) read."""
         self._sent: dict[int, list[int]] = {}
         """Values that a standing batch's tensors hold, by their id: only changes are sent."""
@@ -122,7 +122,9 @@ class Runner:
                 assert command.slot not in self.slots, f"slot {command.slot} is taken"
                 wish = command.sampling.draft_tokens
                 most = self.run.draft_tokens
-                self.slots[command.slot] = Slot(command, most if wish is None else min(wish, most))
+                self.slots[command.slot] = RunningRequest(
+                    command, most if wish is None else min(wish, most)
+                )
                 self.iteration.slots.reset(command)
                 self.iteration.states.reset(command.slot)
             elif self._tenant(command.slot) == command.request:
@@ -178,12 +180,12 @@ class Runner:
         # Through numpy: torch.tensor takes four times as long over a list of a prompt's length.
         return self.device.send(torch.from_numpy(np.array(values, dtype=np.int64)))
 
-    def _launch(self) -> Launched:
+    def _launch(self) -> InFlightStep:
         firsts = self._launch_prefill()
-        held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.wanted > 0]
+        held = [s for _, s in sorted(self.slots.items()) if s.decoding and s.tokens_needed > 0]
         if not held:
-            return Launched(firsts, None, [], [])
-        limits = [min(s.draft_tokens, s.wanted - 1, self.depth) for s in held]
+            return InFlightStep(firsts, None, [], [])
+        limits = [min(s.draft_tokens, s.tokens_needed - 1, self.depth) for s in held]
         batch = self._batch(held, limits)
         self._settle_backlog(held, batch)
         if self.run.ablation.sync_each_draft:
@@ -197,23 +199,23 @@ class Runner:
             results = self.iteration.iterate(batch)
         for slot in held:
             slot.waiting = batch.num_drafts + 1
-            slot.promised += 1
-        return Launched(firsts, self.device.fetch(results), held, limits)
+            slot.in_flight += 1
+        return InFlightStep(firsts, self.device.fetch(results), held, limits)
 
-    def _settle_backlog(self, held: list[Slot], batch: Batch) -> None:
+    def _settle_backlog(self, held: list[RunningRequest], batch: DecodeBatch) -> None:
         """Before `batch`: have the draft see what it owes, if it drafts or would owe too much."""
-        drafter, most = self.iteration.drafter, max(slot.owed for slot in held)
+        drafter, most = self.iteration.drafter, max(slot.draft_lag for slot in held)
         if drafter is None:
             return
         if most and (batch.num_drafts or most > backlog.ROWS - self.run.draft_tokens - 1):
             drafter.catch_up(batch, 1 << (most - 1).bit_length())
             for slot in held:
-                slot.owed = 0
+                slot.draft_lag = 0
         if batch.num_drafts == 0:
             for slot in held:
-                slot.owed += max(1, slot.waiting)
+                slot.draft_lag += max(1, slot.waiting)
 
-    def _batch(self, held: list[Slot], limits: list[int]) -> Batch:
+    def _batch(self, held: list[RunningRequest], limits: list[int]) -> DecodeBatch:
         run = self.run
         graphs = self.device.capabilities.graphs
         k = run.draft_tokens if run.pin_rows else self.depth if graphs else max(limits)
@@ -221,16 +223,16 @@ class Runner:
         padding = next((n for n in self.buckets if n >= len(held)), len(held)) - len(held)
         slots = [s.join.slot for s in held] + [run.max_slots] * padding
         own_limits = limits + [0] * padding
-        wishes = Wishes.of([held[i].sampling for i in sampled])
+        features = SamplingFeatures.of([held[i].sampling for i in sampled])
         if graphs and (not sampled or self.device.capabilities.sampled_graphs):
             sampled = padded(sampled, len(slots))
-            return self._standing_batch(slots, own_limits, k, held, sampled, wishes)
+            return self._standing_batch(slots, own_limits, k, held, sampled, features)
         reach = max(len(s.prompt) + s.emitted for s in held) + (self.run_ahead + 1) * (
             run.draft_tokens + 1
         )
         waiting = max(s.waiting for s in held)
         width = max(1, waiting)
-        return Batch(
+        return DecodeBatch(
             slots=self._ints(slots),
             limits=self._ints(own_limits),
             num_drafts=k,
@@ -239,13 +241,13 @@ class Runner:
             num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
             sampled=self._ints(sampled) if sampled else None,
             reach=self._reach(held, len(slots), k, width),
-            wishes=wishes,
+            features=features,
         )
 
     def _reach(
-        self, held: list[Slot], size: int, k: int, width: int
+        self, held: list[RunningRequest], size: int, k: int, width: int
     ) -> tuple[list[int], ...] | None:
-        """Batch.reach where the device wants it; padding slots lie at the start of the null page.
+        """DecodeBatch.reach where the device wants it; padding slots start in the null page.
 
         Only a first token may be under way: the rest follows from results that were read.
         """
@@ -263,19 +265,19 @@ class Runner:
         slots: list[int],
         limits: list[int],
         k: int,
-        held: list[Slot],
+        held: list[RunningRequest],
         sampled: list[int],
-        wishes: Wishes,
-    ) -> Batch:
+        features: SamplingFeatures,
+    ) -> DecodeBatch:
         """The batch whose tensors (and lists) a captured iteration reads, with these values.
 
         Width, factor rows and pages are the most there can be: counts on the device say the rest.
         """
         width = self.run.draft_tokens + 1
         reach = self._reach(held, len(slots), k, width)
-        key = (len(slots), k, len(sampled), wishes)
+        key = (len(slots), k, len(sampled), features)
         if key not in self._batches:
-            self._batches[key] = Batch(
+            self._batches[key] = DecodeBatch(
                 slots=self._ints(slots),
                 limits=self._ints(limits),
                 num_drafts=k,
@@ -284,7 +286,7 @@ class Runner:
                 num_pages=self.iteration.slots.max_pages,
                 sampled=self._ints(sampled) if sampled else None,
                 reach=reach,
-                wishes=wishes,
+                features=features,
             )
         batch = self._batches[key]
         for standing, now in zip(batch.reach or (), reach or ()):
@@ -296,7 +298,7 @@ class Runner:
                 self._sent[id(tensor)] = values
         return batch
 
-    def _launch_prefill(self) -> list[tuple[Fetched, list[Slot]]]:
+    def _launch_prefill(self) -> list[tuple[Fetched, list[RunningRequest]]]:
         """The next prompt tokens, oldest request first, at most `prefill_chunk` padded rows."""
         waiting = [s for s in self.slots.values() if not s.decoding]
         waiting.sort(key=lambda s: s.join.request)
@@ -309,15 +311,17 @@ class Runner:
             for slot, count in taken:
                 slot.prefilled += count
             for slot in ending:
-                slot.promised += 1
+                slot.in_flight += 1
             if first is not None:
                 firsts.append((self.device.fetch(first), ending))
         return firsts
 
-    def _share_padded(self, waiting: list[Slot]) -> list[list[tuple[Slot, int]]]:
+    def _share_padded(
+        self, waiting: list[RunningRequest]
+    ) -> list[list[tuple[RunningRequest, int]]]:
         """One chunk of several slots, padded to one width."""
         budget = self.run.prefill_chunk
-        taken: list[tuple[Slot, int]] = []
+        taken: list[tuple[RunningRequest, int]] = []
         width = 0
         for slot in waiting:
             count = min(len(slot.prompt) - slot.prefilled, budget)
@@ -327,7 +331,9 @@ class Runner:
             width = max(width, count)
         return [taken] if taken else []
 
-    def _share_singly(self, waiting: list[Slot]) -> Iterator[list[tuple[Slot, int]]]:
+    def _share_singly(
+        self, waiting: list[RunningRequest]
+    ) -> Iterator[list[tuple[RunningRequest, int]]]:
         """Chunks of one slot each, of a captured width if any, as many as the budget takes."""
         budget, captured = self.run.prefill_chunk, self.device.capabilities.prompt_graphs
         for slot in waiting:
@@ -341,8 +347,8 @@ class Runner:
         return next(w for w in self._prefill_widths() if w >= count)
 
     def _prefill(
-        self, taken: list[tuple[Slot, int]], width: int
-    ) -> tuple[tuple[Tensor, ...] | None, list[Slot]]:
+        self, taken: list[tuple[RunningRequest, int]], width: int
+    ) -> tuple[tuple[Tensor, ...] | None, list[RunningRequest]]:
         """One slot's chunk replays a graph of its width; anything else runs eagerly.
 
         A first token that needs logits is picked after the replay, which picks the likeliest.
@@ -362,7 +368,7 @@ class Runner:
             return None, ending
         return self.iteration.pick_firsts(chunk, *first), ending
 
-    def _standing_chunk(self, fresh: Chunk, width: int) -> Chunk:
+    def _standing_chunk(self, fresh: PromptChunk, width: int) -> PromptChunk:
         """The chunk whose tensors a captured prefill reads, with these values in them."""
         if width not in self._chunks:
             most = self.iteration.slots.max_pages
@@ -379,7 +385,9 @@ class Runner:
         widths = list(powers_of_two(min(64, widest), widest))
         return widths if self.device.capabilities.prompt_graphs else widths[:1]
 
-    def _chunk(self, taken: list[tuple[Slot, int]], width: int) -> tuple[Chunk, list[Slot]]:
+    def _chunk(
+        self, taken: list[tuple[RunningRequest, int]], width: int
+    ) -> tuple[PromptChunk, list[RunningRequest]]:
         tokens, following, ends = [], [], []
         for i, (slot, count) in enumerate(taken):
             start, stop = slot.prefilled, slot.prefilled + count
@@ -392,7 +400,7 @@ class Runner:
         counts = [count for _, count in taken]
         sampled = [j for j, i in enumerate(ends) if taken[i][0].sampling.needs_logits]
         reach = max(s.prefilled + count for s, count in taken)
-        chunk = Chunk(
+        chunk = PromptChunk(
             slots=self._ints([s.join.slot for s, _ in taken]),
             tokens=self._ints(tokens),
             following=self._ints(following),
@@ -403,11 +411,11 @@ class Runner:
             num_pages=pages_for(reach, self.run.page_tokens),
             sampled=self._ints(sampled) if sampled else None,
             reach=[reach] if self.device.capabilities.host_lengths else None,
-            wishes=Wishes.of([taken[ends[j]][0].sampling for j in sampled]),
+            features=SamplingFeatures.of([taken[ends[j]][0].sampling for j in sampled]),
         )
         return chunk, [taken[i][0] for i in ends]
 
-    def _collect(self, launched: Launched) -> list[Progress]:
+    def _collect(self, launched: InFlightStep) -> list[Progress]:
         """Read a step's tokens, once; a slot whose tenant has left meanwhile is passed over."""
         progress = self._collect_firsts(launched)
         if launched.verified is None:
@@ -422,7 +430,7 @@ class Runner:
             )
         return progress
 
-    def _collect_firsts(self, launched: Launched) -> list[Progress]:
+    def _collect_firsts(self, launched: InFlightStep) -> list[Progress]:
         """Read the first tokens of a step; the second time there are none."""
         progress = []
         for fetched, slots in launched.firsts:
@@ -435,7 +443,7 @@ class Runner:
 
     def _advance(
         self,
-        slot: Slot,
+        slot: RunningRequest,
         tokens: list[int],
         logprobs: dict[int, list[list[tuple[int, float]]]],
         *,
@@ -447,7 +455,7 @@ class Runner:
         join = slot.join
         if self._tenant(join.slot) != join.request:
             return []
-        slot.promised -= 1
+        slot.in_flight -= 1
         tokens = tokens[: slot.remaining]
         stop = next((i for i, t in enumerate(tokens) if t in join.sampling.stop_ids), None)
         if stop is not None:
@@ -472,7 +480,7 @@ class Runner:
 
 
 def _log_probs(
-    slots: Sequence[Slot], known: Sequence[Tensor], num_rows: int
+    slots: Sequence[RunningRequest], known: Sequence[Tensor], num_rows: int
 ) -> dict[int, list[list[tuple[int, float]]]]:
     """known: ids and values [n * num_rows, 1 + top] (`log_probs_of`), or nothing."""
     if not known:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.backlog import Backlog
-from model.blocks import RotaryTable
-from model.cache import NULL_PAGE, Rows
-from model.config import ModelConfig, RunConfig
-from model.edits import LogitEdits, Wishes, log_probs
-from model.plan import overshoot_rows, pages_for
-from model.sample import draw, uniform
-from model.step import Join
-from parallel.device import Device, SlotMemory
+from outrider.model.backlog import Backlog
+from outrider.model.blocks import RotaryTable
+from outrider.model.cache import NULL_PAGE, Rows
+from outrider.model.config import ModelConfig, RunConfig
+from outrider.model.edits import LogitEdits, SamplingFeatures, log_probs
+from outrider.model.plan import overshoot_rows, pages_for
+from outrider.model.sample import draw, uniform
+from outrider.model.step import Join
+from outrider.parallel.device import Device, SlotMemory
 
 
 class SlotTensors:
@@ -120,16 +120,21 @@ class SlotTensors:
         )
 
     def pick(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, wishes: Wishes, reach: int
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        features: SamplingFeatures,
+        reach: int,
     ) -> tuple[Tensor, ...]:
         """logits [N, V] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N].
 
         Where log probabilities are wished, those follow as in `log_probs`. reach: no position is
         beyond it.
         """
-        edited = self.edits.apply(logits, slots, positions, reach) if wishes.edited else logits
+        edited = self.edits.apply(logits, slots, positions, reach) if features.edited else logits
         tokens = edited.argmax(-1)
-        if wishes.drawn:
+        if features.drawn:
             warm = self.temperature[slots]
             drawn = draw(
                 edited,
@@ -140,6 +145,6 @@ class SlotTensors:
                 uniform(self.seed[slots], positions),
             )
             tokens = torch.where(warm > 0, drawn, tokens)
-        if wishes.logprobs is None:
+        if features.logprobs is None:
             return (tokens,)
-        return (tokens, *log_probs(logits, tokens, wishes.logprobs))
+        return (tokens, *log_probs(logits, tokens, features.logprobs))

@@ -1,9 +1,9 @@
 """What crosses between driver and ranks: commands in, progress out. No tensors.
 
-    driver -- Join, Leave --> leader -- Plan --> every rank -- StepEvent --> driver
+    driver -- Join, Leave --> leader -- StepPlan --> every rank -- StepEvent --> driver
 
-All ranks apply the same Plan at the same iteration boundary, so they hold the same slot table;
-`Plan.digest` lets a follower notice at once when it does not.
+All ranks apply the same StepPlan at the same iteration boundary, so they hold the same slot table;
+`StepPlan.digest` lets a follower notice at once when it does not.
 Letters: K drafted tokens an iteration | kept: tokens an iteration yields, 1..K+1
 """
 
@@ -122,7 +122,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     request: int
 
 
-class Plan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True):
     """The leader's word to every rank: apply these commands, then step once if there is work."""
 
     seq: int
@@ -158,4 +158,4 @@ class StepEvent(msgspec.Struct, frozen=True):
     step_s: float
     progress: list[Progress]
     depth: int | None = None
-    """Of its Plan."""
+    """Of its StepPlan."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from model.config import ConfigError
+from outrider.model.config import ConfigError
 
 FILE = "tokenizer.json"
 REPLACEMENT = "\ufffd"

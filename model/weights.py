@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.config import ConfigError, ModelConfig, RunConfig
-from parallel.shard import WHOLE, Cut, Part, columns, rows
+from outrider.model.config import ConfigError, ModelConfig, RunConfig
+from outrider.parallel.shard import WHOLE, Cut, Part, columns, rows
 
 IGNORED_PREFIXES = ("model.visual.", "visual.")
 """Vision tower of the nested checkpoints: this is a text engine."""

@@ -1,6 +1,6 @@
 """A device as the layers see it: where tensors live, what computes on them, who shares them.
 
-    open_device("cpu", 0, group) -> Device(torch_device, ops, tp, capabilities)
+    devices.open_device("cpu", 0, group) -> Device(torch_device, ops, tp, capabilities)
 
 `Ops` is the contract of a backend; backends/cpu.py is its definition in plain torch.
 Shapes: B slots | R rows a slot | H hidden | n, m query and kv heads | d head width
@@ -16,9 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel.group import Group, alone, shm_available
-
-DEVICE_KINDS = ("cpu", "cuda", "npu")
+from outrider.parallel.group import Group, alone
 
 
 class DeviceError(ValueError):
@@ -81,7 +79,7 @@ class SlotMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recalled:
+class GatheredSlots:
     """Rows of SlotMemory, by place in the batch [B]."""
 
     length: Tensor
@@ -321,7 +319,9 @@ class Ops(Protocol):
         """
         ...
 
-    def recall(self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Recalled:
+    def gather_slots(
+        self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int
+    ) -> GatheredSlots:
         """What the slots [B] int64 remember; table [S, N]: all block tables, or their first pages.
 
         Of fresh and hidden the first `width` rows.
@@ -405,52 +405,3 @@ class Device:
     def local(self) -> Device:
         """The same device with a group of one: for modules that every rank holds whole."""
         return replace(self, tp=alone())
-
-
-def claim_device(kind: str, index: int) -> None:
-    """Make this device the process's own, before its group connects.
-
-    kind: one of DEVICE_KINDS; index: which of the visible ones (unused on the CPU). Raises
-    DeviceError when it is not there.
-    """
-    if kind == "cpu":
-        return None
-    if kind == "cuda":
-        from parallel.backends.cuda import claim_cuda
-
-        return claim_cuda(index)
-    if kind == "npu":
-        from parallel.backends.npu import claim_npu
-
-        return claim_npu(index)
-    raise DeviceError(
-        f"device = {kind!r}: one of {', '.join(DEVICE_KINDS)} is needed (cluster.yaml: device)"
-    )
-
-
-def free_device_bytes(kind: str, index: int) -> int | None:
-    """Memory that is free on a claimed device; None on the CPU, whose ranks share the host's."""
-    return None if kind == "cpu" else getattr(torch, kind).mem_get_info(index)[0]
-
-
-def open_device(kind: str, index: int, tp: Group) -> Device:
-    """The device of this process, for layers to be built with. Raises DeviceError."""
-    claim_device(kind, index)
-    if kind == "cuda":
-        from parallel.backends.cuda import open_cuda
-
-        return open_cuda(index, tp)
-    if kind == "npu":
-        from parallel.backends.npu import open_npu
-
-        return open_npu(index, tp)
-    from parallel.backends.cpu import CpuOps
-
-    return Device(torch_device=torch.device("cpu"), ops=CpuOps(), tp=tp)
-
-
-def collective_kind(kind: str) -> str:
-    """How ranks of a device kind meet unless cluster.yaml says otherwise."""
-    if kind == "cpu":
-        return "shm" if shm_available() else "gloo"
-    return {"cuda": "peer", "npu": "hccl"}[kind]

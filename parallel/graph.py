@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from parallel.device import Device
+from outrider.parallel.device import Device
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -149,7 +149,7 @@ class ProcessGroup(Group):
         self.rank, self.size = rank, size
         options = None
         if backend == "hccl":
-            from parallel.backends.npu import hccl_options
+            from outrider.parallel.backends.hccl import hccl_options
 
             options = hccl_options(timeout_s)
         timeout = timedelta(seconds=timeout_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallel.device import Device
+from outrider.parallel.device import Device
 
 
 class ColumnLinear:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel.device import Device
+from outrider.parallel.device import Device
 
 FP8_MAX = 448.0
 """Largest float8_e4m3fn."""

@@ -46,7 +46,7 @@ def repo() -> Path:
 @pytest.fixture(scope="session")
 def planted_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Size tiny, accept 0.8425, seed 0; `planted.chain(1024, 0.8425, 0)` is its chain."""
-    from benchmarks import planted  # imports torch, which many tests do without
+    from outrider.benchmarks import planted
 
     folder = tmp_path_factory.mktemp("planted") / "tiny"
     planted.write(folder, "tiny", accept=0.8425, seed=0)

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from model.runner import Runner
-from parallel.device import Capabilities, Recalled
-from parallel.graph import Graphs
+from outrider.model.runner import Runner
+from outrider.parallel.device import Capabilities, GatheredSlots
+from outrider.parallel.graph import Graphs
 
 
 def record(runner: Runner) -> Callable[[], list[Hashable]]:
@@ -49,6 +49,6 @@ def flat(outputs: Any) -> list[Tensor]:
     """Every tensor in what some work returned."""
     if isinstance(outputs, Tensor):
         return [outputs]
-    if isinstance(outputs, Recalled):
+    if isinstance(outputs, GatheredSlots):
         outputs = [getattr(outputs, field.name) for field in fields(outputs)]
     return [t for part in outputs or () for t in flat(part)] if outputs is not None else []

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from parallel.backends.npu import CAPABILITIES, NpuOps
-from parallel.device import Device
-from parallel.group import Group
+from outrider.parallel.backends.npu import CAPABILITIES, NpuOps
+from outrider.parallel.device import Device
+from outrider.parallel.group import Group
 
 POISON = float("nan")
 HOST_SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}

@@ -25,9 +25,10 @@ import torch_npu  # pyright: ignore[reportMissingImports]
 from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import parallel.backends.npu as backend
-from parallel.backends.cpu import CpuOps
-from parallel.device import GdnLayer
+import outrider.parallel.backends.npu as backend
+from outrider.parallel.backends import hccl
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.device import GdnLayer
 from tests.npu import FakeOps, FakeRuntime
 
 BF16 = torch.bfloat16
@@ -253,7 +254,7 @@ def check_device_calls() -> None:
 
 def check_group_options() -> None:
     """The group's options exist, and torch_npu's library knows their keys."""
-    options = backend.hccl_options(119.5)
+    options = hccl.hccl_options(119.5)
     assert options.hccl_config["hccl_exec_timeout"] == 120
     library = (Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so").read_bytes()
     for key in options.hccl_config:
@@ -292,11 +293,11 @@ class UnlistedOps(FakeOps):
 def check_torch_operations(folder: Path) -> None:
     """Every torch operation of a prompt and its iterations has a kernel for NPUs of its own:
     without one torch_npu computes on the host, which also cannot be captured."""
-    from model.config import RunConfig
-    from model.runner import Runner
-    from model.step import Join, Sampling
-    from parallel.device import Device
-    from parallel.group import alone
+    from outrider.model.config import RunConfig
+    from outrider.model.runner import Runner
+    from outrider.model.step import Join, Sampling
+    from outrider.parallel.device import Device
+    from outrider.parallel.group import alone
 
     cpu = torch.device("cpu")
     ops = backend.NpuOps(cpu, UnlistedOps(), FakeRuntime(), frozenset({torch.float32}))

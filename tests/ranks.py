@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.config import RunConfig, load_config
-from model.iteration import Batch, Chunk, RunPiece
-from model.plan import overshoot_rows, pages_for
-from model.runner import Runner
-from model.step import Join, Progress, Sampling
-from parallel.device import Recalled, open_device
-from parallel.group import alone, threads
+from outrider.model.config import RunConfig, load_config
+from outrider.model.executor import DecodeBatch, PromptChunk, RunPiece
+from outrider.model.plan import overshoot_rows, pages_for
+from outrider.model.runner import Runner
+from outrider.model.step import Join, Progress, Sampling
+from outrider.parallel.device import GatheredSlots
+from outrider.parallel.devices import open_device
+from outrider.parallel.group import alone, threads
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Output:
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-class Books:
+class BlockAllocator:
     """Pages and outputs of the requests of one test, as the driver would keep them."""
 
     def __init__(self, run: RunConfig) -> None:
@@ -76,7 +77,7 @@ def serve(
     runner: Runner, requests: Sequence[tuple[Sequence[int], Sampling]], stagger: int = 0
 ) -> list[Output]:
     """Run requests on one rank, joining as slots come free; `stagger` steps between joins."""
-    books = Books(runner.run)
+    books = BlockAllocator(runner.run)
     free = list(range(runner.run.max_slots))
     waiting = list(enumerate(requests))
     steps = 0
@@ -156,13 +157,13 @@ class ForcedDrafter:
     ) -> None:
         self.runner, self.answers, self.right = runner, answers, right
 
-    def observe(self, chunk: Chunk, hidden: Tensor) -> None:
+    def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
         """Nothing to see."""
 
-    def catch_up(self, batch: Batch, width: int) -> None:
+    def catch_up(self, batch: DecodeBatch, width: int) -> None:
         """Nothing to see."""
 
-    def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
+    def propose(self, batch: DecodeBatch, at: GatheredSlots, run: RunPiece) -> Tensor:
         vocab = self.runner.model.vocab_size
         drafts = torch.zeros(len(batch.slots), batch.num_drafts, dtype=torch.int64)
         for b, slot in enumerate(batch.slots.tolist()):

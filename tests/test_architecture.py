@@ -11,8 +11,9 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ LANGUAGE_ROOTS = (*ROOMS, "benchmarks", "examples")
 ALL_ROOTS = (*LANGUAGE_ROOTS, "tests")
 
 NEVER_IMPORTED = {
-    "parallel": {"model", "actors", "ray", "transformers"},
-    "model": {"actors", "ray", "fastapi"},
+    "parallel": {"outrider.model", "outrider.actors", "ray", "transformers"},
+    "model": {"outrider.actors", "ray", "fastapi"},
     "actors": {"torch_npu", "triton", "flash_attn", "fla"},
 }
 DEVICE_LIBRARIES = {"torch_npu", "triton", "flash_attn", "fla", "cuda", "pynvml"}
@@ -34,14 +35,15 @@ HOST_SYNC_HOMES = {
     "parallel/backends/": "device interfaces that take lengths as host lists",
 }
 ENVIRONMENT_HOMES = {
-    "actors/placement.py": "variables that Ray and device runtimes want in a rank's process",
-    "actors/rank.py": "reads what placement set, before torch is imported",
-    "actors/doctor.py": "shows what is set",
+    "actors/cluster/placement.py": "what Ray and device runtimes want in a rank's process",
+    "actors/ranks/rank.py": "sets what torch reads when it is imported",
+    "actors/ranks/actor.py": "reads what placement set for its device",
+    "actors/cluster/doctor.py": "shows what is set",
 }
-CLUSTER_FILE_READER = "actors/spec.py"
+CLUSTER_FILE_READER = "actors/cluster/reader.py"
 BROAD_EXCEPTS = {
     "actors/cli.py::main": "outermost frame: one line on stderr and an exit code for any error",
-    "actors/desk.py::_answer": "the outermost frame of a call: its caller waits for the error",
+    "actors/driver/server.py::_answer": "outermost frame of a call: its caller waits",
     "tests/ranks.py::body": "a thread hands its exception to the test, which raises it",
 }
 """path::function -> why it may swallow an exception it cannot name."""
@@ -117,11 +119,12 @@ def _is_text(node: ast.AST) -> bool:
 
 def doors_open_one_way(root: Path) -> list[str]:
     return [
-        source.says(node, f"{room} never imports {name.split('.')[0]}")
+        source.says(node, f"{room} never imports {foreign}")
         for room, never in NEVER_IMPORTED.items()
         for source in sources(root, (room,))
         for node, name in imports(source)
-        if name.split(".")[0] in never
+        for foreign in never
+        if f"{name}.".startswith(f"{foreign}.")
     ]
 
 
@@ -252,6 +255,39 @@ def imports_are_absolute(root: Path) -> list[str]:
     ]
 
 
+def imports_form_no_circle(root: Path) -> list[str]:
+    """Lazy and type-only imports count: a module can be read once what it imports has been."""
+    trees = {source.path.removesuffix(".py"): source for source in sources(root, LANGUAGE_ROOTS)}
+    graph = {
+        path: {found for _, name in imports(source) if (found := _module_of(name, trees))} - {path}
+        for path, source in trees.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        words = " <- ".join(f"{path}.py" for path in circle)
+        return [f"{circle[-1]}.py:1: imports form a circle: {words}"]
+    return []
+
+
+def _module_of(name: str, paths: Collection[str]) -> str | None:
+    """The file, without its suffix, that a dotted name of ours is or lies in."""
+    parts = name.removeprefix("outrider.").split(".")
+    candidates = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((path for path in candidates if path in paths), None)
+
+
+def our_code_is_imported_under_one_name(root: Path) -> list[str]:
+    """Never as `actors` or `model`: a user's own folder may have that name."""
+    return [
+        source.says(node, f"{name}: import it as outrider.{name}")
+        for source in sources(root, ALL_ROOTS)
+        for node, name in imports(source)
+        if name.split(".")[0] in (*ROOMS, "benchmarks")
+    ]
+
+
 def names_say_what_is_inside(root: Path) -> list[str]:
     return [
         source.says(1, f"{part}: a type or function lives in the lowest room that uses it")
@@ -331,6 +367,8 @@ RULES: tuple[Rule, ...] = (
     modules_open_with_a_map,
     packages_hold_no_code,
     imports_are_absolute,
+    imports_form_no_circle,
+    our_code_is_imported_under_one_name,
     names_say_what_is_inside,
     failures_are_not_swallowed,
     readme_tree_equals_the_disk,
@@ -347,41 +385,49 @@ parallel/     how
 model/
   runner.py   waits
 actors/
-  placement.py
-  rank.py
-  spec.py     reads
+  cluster/
+    placement.py
+    reader.py reads
+  ranks/
+    rank.py
 ```
 """
 CLEAN = {
     "README.md": README,
     "parallel/backends/cpu.py": MAP + "import triton\nlengths = rows.tolist()\n",
-    "model/runner.py": MAP + "import parallel.device\ntokens = kept.tolist()\n",
-    "actors/placement.py": MAP + "import os\nos.environ['A'] = 'b'\n",
-    "actors/rank.py": MAP + "import os, ray\nfrom model import runner\nx = os.environ['A']\n",
-    "actors/spec.py": MAP + "import yaml\ntry:\n    f()\nexcept Exception:\n    raise X from e\n",
+    "model/runner.py": MAP + "import outrider.parallel.device\ntokens = kept.tolist()\n",
+    "actors/cluster/placement.py": MAP + "import os\nos.environ['A'] = 'b'\n",
+    "actors/ranks/rank.py": MAP
+    + "import os, ray\nfrom outrider.model import runner\nx = os.environ['A']\n",
+    "actors/cluster/reader.py": MAP
+    + "import yaml\ntry:\n    f()\nexcept Exception:\n    raise X from e\n",
 }
 """A tree that keeps all rules and uses every exemption."""
 
 VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
-    (doors_open_one_way, "parallel/group.py", "from model import config\n"),
-    (doors_open_one_way, "parallel/group.py", "def f():\n    import actors.rank\n"),
+    (doors_open_one_way, "parallel/group.py", "from outrider.model import config\n"),
+    (doors_open_one_way, "parallel/group.py", "def f():\n    import outrider.actors.ranks.rank\n"),
     (doors_open_one_way, "parallel/linear.py", "import ray\n"),
     (doors_open_one_way, "parallel/linear.py", "from transformers import AutoConfig\n"),
-    (doors_open_one_way, "model/text.py", "from actors.spec import Spec\n"),
+    (doors_open_one_way, "model/text.py", "from outrider.actors.cluster.spec import Spec\n"),
     (doors_open_one_way, "model/text.py", "if TYPE_CHECKING:\n    import ray.actor\n"),
     (doors_open_one_way, "model/text.py", "import fastapi\n"),
-    (doors_open_one_way, "actors/rank.py", "import torch_npu\n"),
-    (doors_open_one_way, "actors/rank.py", "importlib.import_module('flash_attn')\n"),
+    (doors_open_one_way, "actors/ranks/rank.py", "import torch_npu\n"),
+    (doors_open_one_way, "actors/ranks/rank.py", "importlib.import_module('flash_attn')\n"),
     (device_libraries_stay_in_backends, "model/gdn.py", "from fla.ops import gated\n"),
     (device_libraries_stay_in_backends, "parallel/graph.py", "import torch_npu\n"),
     (device_libraries_stay_in_backends, "parallel/graph.py", "import triton.language as tl\n"),
     (chips_are_not_named_outside_parallel, "model/mtp.py", "torch.cuda.synchronize()\n"),
-    (chips_are_not_named_outside_parallel, "actors/rank.py", "from torch import npu\n"),
+    (chips_are_not_named_outside_parallel, "actors/ranks/rank.py", "from torch import npu\n"),
     (host_syncs_stay_in_the_runner, "model/mtp.py", "kept = agree.sum().item()\n"),
     (host_syncs_stay_in_the_runner, "model/mtp.py", "ids = tokens.tolist()\n"),
     (host_syncs_stay_in_the_runner, "parallel/vocab.py", "x = logits.cpu()\n"),
     (host_syncs_stay_in_the_runner, "parallel/vocab.py", "x = logits.numpy()\n"),
-    (host_syncs_stay_in_the_runner, "actors/driver.py", "x = logits.to('cpu', torch.int64)\n"),
+    (
+        host_syncs_stay_in_the_runner,
+        "actors/driver/driver.py",
+        "x = logits.to('cpu', torch.int64)\n",
+    ),
     (environment_is_no_configuration, "model/config.py", "x = os.environ.get('K')\n"),
     (environment_is_no_configuration, "actors/cli.py", "x = os.getenv('K')\n"),
     (environment_is_no_configuration, "parallel/device.py", "from os import environ\n"),
@@ -392,13 +438,15 @@ VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
     (modules_open_with_a_map, "model/cache.py", ""),
     (modules_open_with_a_map, "benchmarks/bench.py", '"""One line."""\n'),
     (modules_open_with_a_map, "model/cache.py", '"""Long.\n' + "more\n" * 8 + '"""\n'),
-    (packages_hold_no_code, "model/__init__.py", "from model.runner import Runner\n"),
+    (packages_hold_no_code, "model/__init__.py", "from outrider.model.runner import Runner\n"),
     (imports_are_absolute, "model/mtp.py", "from .blocks import Norm\n"),
     (imports_are_absolute, "tests/test_x.py", "from . import test_y\n"),
+    (imports_form_no_circle, "model/runner.py", "from outrider.model.other import f\n"),
+    (our_code_is_imported_under_one_name, "model/mtp.py", "from model.blocks import Norm\n"),
     (names_say_what_is_inside, "model/utils.py", "x = 1\n"),
     (names_say_what_is_inside, "parallel/helpers/shapes.py", "x = 1\n"),
     (names_say_what_is_inside, "actors/types.py", "x = 1\n"),
-    (failures_are_not_swallowed, "actors/ranks.py", "try:\n    f()\nexcept:\n    pass\n"),
+    (failures_are_not_swallowed, "actors/ranks/group.py", "try:\n    f()\nexcept:\n    pass\n"),
     (failures_are_not_swallowed, "model/text.py", "try:\n    f()\nexcept Exception:\n    x = 1\n"),
     (
         failures_are_not_swallowed,
@@ -440,6 +488,8 @@ def test_a_violation_turns_the_rule_red(rule: Rule, path: str, text: str, clean:
     else:
         (clean / path).parent.mkdir(parents=True, exist_ok=True)
         (clean / path).write_text(text)
+    if rule is imports_form_no_circle:
+        (clean / "model/other.py").write_text("def f():\n    from outrider.model import runner\n")
     complaints = rule(clean)
     assert complaints
     assert all(path in complaint for complaint in complaints)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engine import Engine, Sampling
+from outrider.actors.engine import Engine, Sampling
 
 pytestmark = pytest.mark.ray
 NUM_NEW = 48

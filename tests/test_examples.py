@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.job import read_lines
+from outrider.actors.job import read_lines
 from tests.actors.conftest import hold_ray
 
 pytestmark = pytest.mark.ray

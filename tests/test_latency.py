@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from actors import cli
-from benchmarks import host, latency, planted, report
-from model.config import ConfigError
-from model.step import Sampling
+from outrider.actors import cli
+from outrider.benchmarks import host, latency, planted, report
+from outrider.model.config import ConfigError
+from outrider.model.step import Sampling
 from tests.ranks import Team
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import Qwen3_5ForCausalLM
 
-from benchmarks import planted
+from outrider.benchmarks import planted
 
 VOCAB = planted.SIZES["tiny"]["vocab_size"]
 

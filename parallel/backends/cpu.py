@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.device import GdnLayer, Recalled, SlotMemory
-from parallel.group import Group
+from outrider.parallel.device import GatheredSlots, GdnLayer, SlotMemory
+from outrider.parallel.group import Group
 
 CHUNK_ROWS = 64
 """Prompt rows that the delta rule takes at a time."""
@@ -304,9 +304,11 @@ class CpuOps:
             pair = self.head_pair_fp8(hidden, head, scales, first_id)
         return self.choose_pair(group.all_gather(pair))
 
-    def recall(self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Recalled:
+    def gather_slots(
+        self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int
+    ) -> GatheredSlots:
         length, kept = memory.length[slots], memory.kept[slots]
-        return Recalled(
+        return GatheredSlots(
             length=length,
             last=memory.last[slots],
             kept=kept,

@@ -15,9 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.backends.cpu import CpuOps
-from parallel.device import Capabilities, Device, DeviceError, GdnLayer, Recalled, SlotMemory
-from parallel.group import Group
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.device import (
+    Capabilities,
+    Device,
+    DeviceError,
+    GatheredSlots,
+    GdnLayer,
+    SlotMemory,
+)
+from outrider.parallel.group import Group
 
 log = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
@@ -28,7 +35,7 @@ class CudaOps(CpuOps):
     """The CUDA backend; see parallel.device.Ops for shapes and meaning."""
 
     def __init__(self, device: torch.device) -> None:
-        from parallel.kernels import (
+        from outrider.parallel.kernels import (
             attention,
             gdn,
             matmul,
@@ -117,8 +124,10 @@ class CudaOps(CpuOps):
     ) -> Tensor:
         return self._slots.mtp_input(tokens, table, hidden, token_scale, hidden_scale, eps)
 
-    def recall(self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Recalled:
-        return self._slots.recall(slots, memory, table, width)
+    def gather_slots(
+        self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int
+    ) -> GatheredSlots:
+        return self._slots.gather_slots(slots, memory, table, width)
 
     def accept_commit(
         self,

@@ -11,7 +11,6 @@ one in chunks where the checkpoint allows that, all else is torch operations in 
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel.backends.cpu import CpuOps
-from parallel.device import Capabilities, Device, DeviceError, GdnLayer
-from parallel.group import Group
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.device import Capabilities, Device, DeviceError, GdnLayer
+from outrider.parallel.group import Group
 
 CAPABILITIES = Capabilities(graphs=True, host_lengths=True, max_rows=16, page_multiple=128)
 """run_ahead 0: the host lists of an iteration follow from the results of the one before."""
@@ -34,7 +33,6 @@ CAUSAL_TO_THE_END = 3
 """sparse_mode: the last row sees all keys of its slot, each row before it one less."""
 CHUNK_HEAD_DIM = 128
 """The only width of keys and values that the chunked delta rule takes."""
-HCCL_BUFFER_MIB = 64
 NO_RESOURCES = "207008"
 """CANN's error number when streams or events run out."""
 
@@ -296,18 +294,3 @@ def open_npu(index: int, tp: Group) -> Device:
     return Device(
         torch_device=where, ops=ops, tp=tp, capabilities=CAPABILITIES, capture=ops.capture
     )
-
-
-def hccl_options(timeout_s: float) -> Any:
-    """Options of a process group: a small buffer, since the largest tensor is a prompt chunk, and
-    an operation that ends on the device as late as on the host."""
-    from torch_npu._C._distributed_c10d import (  # pyright: ignore[reportMissingImports]
-        ProcessGroupHCCL,
-    )
-
-    options = ProcessGroupHCCL.Options()
-    options.hccl_config = {
-        "hccl_buffer_size": HCCL_BUFFER_MIB,
-        "hccl_exec_timeout": math.ceil(timeout_s),
-    }
-    return options

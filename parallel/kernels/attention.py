@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.kernels.launch import after_previous, overlapped
 
 MIN_CHUNK, MAX_CHUNK = 64, 1024
 """Keys of a part: few when there are few tiles, so that one slot still fills the device."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.launch import (
+from outrider.parallel.kernels.launch import (
     after_previous,
     let_next_start,
     overlapped,

@@ -22,17 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.group import Mail
-from parallel.kernels.launch import (
+from outrider.parallel.group import Mail
+from outrider.parallel.kernels.launch import (
     after_previous,
     let_next_start,
     overlapped,
     prefetch,
     wait_for_previous,
 )
-from parallel.kernels.peer import takes
-from parallel.kernels.resident import fits, resident
-from parallel.kernels.rows import LOWEST, _sortable, pair_of
+from outrider.parallel.kernels.peer import takes
+from outrider.parallel.kernels.resident import fits, resident
+from outrider.parallel.kernels.rows import LOWEST, _sortable, pair_of
 
 MAX_ROWS = 64
 PROGRAMS = 160

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.group import Mail
-from parallel.kernels.launch import after_previous, overlapped
-from parallel.kernels.rows import LOWEST, _sortable, _unsorted
+from outrider.parallel.group import Mail
+from outrider.parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.kernels.rows import LOWEST, _sortable, _unsorted
 
 
 def sum_add_rms_norm(

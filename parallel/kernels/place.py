@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.kernels.launch import after_previous, overlapped
 
 
 def place_rows(

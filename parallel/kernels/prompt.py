@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.device import GdnLayer
-from parallel.kernels.gdn import _softplus
-from parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.device import GdnLayer
+from outrider.parallel.kernels.gdn import _softplus
+from outrider.parallel.kernels.launch import after_previous, overlapped
 
 TILE = 32
 """Rows of one program."""

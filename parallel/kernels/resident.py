@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.group import Mail
-from parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
-from parallel.kernels.peer import _send, _word
+from outrider.parallel.group import Mail
+from outrider.parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
+from outrider.parallel.kernels.peer import _send, _word
 
 MAX_ROWS = 8
 MAX_WARPS = 16

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.kernels.launch import after_previous, overlapped
 
 ROW_PIECE = 1024
 """Elements of a row that one program of an elementwise kernel takes."""

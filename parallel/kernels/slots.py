@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.device import Recalled, SlotMemory
-from parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.device import GatheredSlots, SlotMemory
+from outrider.parallel.kernels.launch import after_previous, overlapped
 
 PAGE_PIECE = 128
 """Page numbers that one step of a recall copies."""
@@ -54,8 +54,8 @@ def mtp_input(
     return y
 
 
-def recall(slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Recalled:
-    """As Ops.recall; tensors of one dtype are views of one block."""
+def gather_slots(slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> GatheredSlots:
+    """As Ops.gather_slots; tensors of one dtype are views of one block."""
     batch, pages = len(slots), table.shape[1]
     numbers = torch.empty(5, batch, dtype=torch.int64, device=slots.device)
     fresh = torch.empty(batch, width, dtype=torch.int64, device=slots.device)
@@ -70,7 +70,7 @@ def recall(slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> Reca
             H=wide, PIECE=COPY_PIECE, PAGES=PAGE_PIECE, num_warps=4, **overlapped(hidden),
         )  # fmt: skip
     length, last, kept, fold, start = numbers
-    return Recalled(
+    return GatheredSlots(
         length=length, last=last, kept=kept, fold=fold, start=start, fresh=fresh, hidden=hidden,
         table=own_table,
     )  # fmt: skip

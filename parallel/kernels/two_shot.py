@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.group import Hall
-from parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.group import Hall
+from outrider.parallel.kernels.launch import after_previous, overlapped
 
 TILE = 8192
 """Elements that a program deals with at a time, in rows of one owner."""

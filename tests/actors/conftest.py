@@ -18,12 +18,15 @@ import pytest
 import ray
 import zmq.asyncio
 
-from actors.depth import Depth
-from actors.messages import EngineDeadError, Hello, Orders, Postbox, Wire
-from actors.placement import start_private
-from actors.rank import DRIVER, RankLoop, greet
-from actors.scheduler import Limits
-from model.step import Join, Leave, Progress, Sampling, StepEvent
+from outrider.actors.cluster.placement import start_private
+from outrider.actors.driver.scheduler import Limits
+from outrider.actors.errors import EngineDeadError
+from outrider.actors.ranks.depth import Depth
+from outrider.actors.ranks.loop import RankLoop
+from outrider.actors.ranks.messages import Hello, Orders
+from outrider.actors.ranks.rank import DRIVER, greet
+from outrider.actors.ranks.wire import Postbox, Wire
+from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
 
 if TYPE_CHECKING:
     from tests.actors.served import Served

@@ -12,10 +12,10 @@ import httpx2 as httpx
 import openai
 from ray import serve
 
-from actors.engine import Engine, Sampling
-from actors.messages import Completion
-from actors.placement import start_private
-from actors.serve import serving, serving_spec
+from outrider.actors.cluster.placement import start_private
+from outrider.actors.driver.messages import Completion
+from outrider.actors.engine import Engine, Sampling
+from outrider.actors.serve import serving, serving_spec
 from tests.test_end_to_end import TINY
 
 SLOTS, QUEUE, K = 4, 28, 3

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import ray
 
-from actors import cli
-from actors.messages import Chunk, Completion, EngineDeadError, RequestStats
-from benchmarks import planted
-from model.config import ConfigError
-from model.step import Sampling
+from outrider.actors import cli
+from outrider.actors.driver.messages import Chunk, Completion, RequestStats
+from outrider.actors.errors import EngineDeadError
+from outrider.benchmarks import planted
+from outrider.model.config import ConfigError
+from outrider.model.step import Sampling
 from tests.actors.conftest import hold_ray
 
 STATS = RequestStats(
@@ -84,19 +85,19 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[ScriptedEngi
     class Fresh(ScriptedEngine):
         pass
 
-    monkeypatch.setitem(sys.modules, "actors.engine", SimpleNamespace(Engine=Fresh))
+    monkeypatch.setitem(sys.modules, "outrider.actors.engine", SimpleNamespace(Engine=Fresh))
     monkeypatch.chdir(tmp_path)
     return Fresh
 
 
 def run(repo: Path, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "actors.cli", *args]
+    command = [sys.executable, "-m", "outrider.actors.cli", *args]
     return subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120, **kwargs)
 
 
 def test_help_names_the_exit_codes_and_imports_nothing_slow(repo: Path) -> None:
     code = (
-        "import sys; from actors.cli import main; code = main(['--help']); "
+        "import sys; from outrider.actors.cli import main; code = main(['--help']); "
         "slow = {'torch', 'ray', 'transformers', 'yaml'} & set(sys.modules); "
         "sys.exit(code or ' '.join(slow) or 0)"
     )
@@ -422,7 +423,15 @@ def assert_refused(done: subprocess.CompletedProcess[str], said: str) -> None:
 def test_ctrl_c_ends_with_130_and_leaves_no_process(repo: Path, planted_tiny: Path) -> None:
     psutil = pytest.importorskip("psutil")
     args = ["--model", str(planted_tiny), "--prompt-ids", "17", "--echo", "--ignore-eos"]
-    command = [sys.executable, "-m", "actors.cli", "generate", *args, "--max-tokens", "4000"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.actors.cli",
+        "generate",
+        *args,
+        "--max-tokens",
+        "4000",
+    ]
     with subprocess.Popen(command, cwd=repo, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(2) == b"17"  # the engine is up

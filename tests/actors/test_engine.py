@@ -15,11 +15,11 @@ import psutil
 import pytest
 import ray
 
-from actors.engine import Engine, RequestStats, _as_prompts, _as_samplings
-from actors.messages import EngineClosedError, EngineDeadError, RequestError
-from benchmarks import planted
-from model.config import ConfigError
-from model.step import Sampling
+from outrider.actors.engine import Engine, RequestStats, _as_prompts, _as_samplings
+from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
+from outrider.benchmarks import planted
+from outrider.model.config import ConfigError
+from outrider.model.step import Sampling
 from tests.actors.conftest import hold_ray
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engine import Engine
-from benchmarks import planted
-from model.step import Sampling
-from model.text import Tokenizer
+from outrider.actors.engine import Engine
+from outrider.benchmarks import planted
+from outrider.model.step import Sampling
+from outrider.model.text import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny"
 NEW = 48

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors import job
-from actors.engine import Engine, Sampling
-from model.config import ConfigError
+from outrider.actors import job
+from outrider.actors.engine import Engine, Sampling
+from outrider.model.config import ConfigError
 from tests.actors.conftest import hold_ray
 from tests.test_end_to_end import PROMPTS, TINY
 
@@ -53,7 +53,7 @@ def test_no_more_lines_than_allowed_are_under_way_and_all_are_written(tmp_path: 
     lock, now, most = threading.Lock(), 0, 0
     two = threading.Barrier(2)
 
-    def answer(line: job.Line) -> dict[str, Any]:
+    def answer(line: job.InputLine) -> dict[str, Any]:
         nonlocal now, most
         with lock:
             now += 1
@@ -65,7 +65,7 @@ def test_no_more_lines_than_allowed_are_under_way_and_all_are_written(tmp_path: 
 
     said: list[str] = []
     with (tmp_path / "out").open("w") as out:
-        lines = [job.Line(str(i), {}) for i in range(20)]
+        lines = [job.InputLine(str(i), {}) for i in range(20)]
         counts = job.work_through(lines, answer, out, at_once=2, say=said.append)
     assert counts == (19, 1)
     assert most == 2

@@ -19,9 +19,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from actors.engine import Sampling
-from actors.serve import build
-from model.text import Tokenizer
+from outrider.actors.engine import Sampling
+from outrider.actors.serve import build
+from outrider.model.text import Tokenizer
 from tests.actors.served import QUEUE, SLOTS, K, Served, one_client
 from tests.test_end_to_end import PROMPTS, TINY
 from tests.test_examples import python
@@ -187,7 +187,7 @@ def test_the_kept_serve_config_is_what_is_built(repo: Path) -> None:
         yaml.safe_load((repo / "examples/serve.yaml").read_text())
     )
     (application,) = config.applications
-    assert application.import_path == "actors.serve:build"
+    assert application.import_path == "outrider.actors.serve:build"
     app = build({"config": str(repo / application.args["config"])})
     assert app._bound_deployment.name == "Outrider"
 

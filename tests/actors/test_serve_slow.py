@@ -21,7 +21,7 @@ import pytest
 import ray
 from ray import serve
 
-from actors.serve import application, serving_spec
+from outrider.actors.serve import application, serving_spec
 from tests.actors.conftest import hold_ray
 from tests.actors.served import Served, free_port, one_client
 from tests.test_end_to_end import PROMPTS, TINY
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 def test_serve_run_starts_the_application_of_cluster_yaml(served: Served, repo: Path) -> None:
     """On the cluster of the other server, under a prefix, until Ctrl-C."""
     words = ["serve", "run", "--address", ray.get_runtime_context().gcs_address, "--name", "second"]
-    words += ["--route-prefix", "/second", "actors.serve:app"]
+    words += ["--route-prefix", "/second", "outrider.actors.serve:app"]
     command = [sys.executable, "-m", "ray.serve.scripts", *words[1:]]
     with subprocess.Popen(
         command, cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)}
@@ -122,7 +122,7 @@ def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
     hold_ray(None)
     keys, port = tmp_path / "keys", free_port()
     keys.write_text("sk-one\nsk-two\n")
-    command = [sys.executable, "-m", "actors.cli", "serve", "--model", str(TINY)]
+    command = [sys.executable, "-m", "outrider.actors.cli", "serve", "--model", str(TINY)]
     command += ["--port", str(port), "--set", f"serve.api_key_file={keys}"]
     command += ["--set", "serve.slots=1", "--set", "speculation.draft_tokens=auto"]
     root = f"http://127.0.0.1:{port}"

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import ablation
-from model.config import Ablation
-from model.gdn import GatedDeltaNet
-from model.step import Sampling
-from parallel.device import Device, open_device
-from parallel.group import alone
-from parallel.vocab import LMHead
+from outrider.model import ablation
+from outrider.model.config import Ablation
+from outrider.model.gdn import GatedDeltaNet
+from outrider.model.step import Sampling
+from outrider.parallel.device import Device
+from outrider.parallel.devices import open_device
+from outrider.parallel.group import alone
+from outrider.parallel.vocab import LMHead
 from tests import checkpoints
 from tests.graphs import record
 from tests.ranks import Output, Team, serve
@@ -146,4 +147,4 @@ def test_an_iteration_in_pieces_is_captured_pass_by_pass(folder: Path) -> None:
     captured = record(runner)
     assert serve(runner, how) == want
     pieces = [key for key in captured() if key[0] != "prefill"]
-    assert pieces == [(1, 3, name) for name in ("recall", 0, 1, 2, "drafts", "verify")]
+    assert pieces == [(1, 3, name) for name in ("gather_slots", 0, 1, 2, "drafts", "verify")]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import backlog
-from model.iteration import Batch, Drafter, MtpDrafter, RunPiece
-from model.runner import Runner
-from model.step import Sampling
-from parallel.device import Recalled
+from outrider.model import backlog
+from outrider.model.executor import DecodeBatch, Drafter, MtpDrafter, RunPiece
+from outrider.model.runner import Runner
+from outrider.model.step import Sampling
+from outrider.parallel.device import GatheredSlots
 from tests.graphs import record
 from tests.model.test_npu_iterations import npu_team
 from tests.ranks import Output, Team
@@ -32,13 +32,13 @@ DEPTHS = {
 class EachRowAtOnce(MtpDrafter):
     """Runs its first pass in every iteration, drafts or not."""
 
-    def propose(self, batch: Batch, at: Recalled, run: RunPiece) -> Tensor:
+    def propose(self, batch: DecodeBatch, at: GatheredSlots, run: RunPiece) -> Tensor:
         if batch.num_drafts:
             return super().propose(batch, at, run)
         self._first_pass(batch, at)
         return batch.slots.new_empty(len(batch.slots), 0)
 
-    def catch_up(self, batch: Batch, width: int) -> None:
+    def catch_up(self, batch: DecodeBatch, width: int) -> None:
         """Nothing is left to see."""
 
 
@@ -80,7 +80,7 @@ def short(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def wanted(repo):
+def tokens_needed(repo):
     """What a draft that sees each row at once leads to: tokens, and rows kept by each iteration."""
     tiny, known = repo / "examples" / "tiny", {}
     for name, depths in DEPTHS.items():
@@ -112,7 +112,7 @@ def note(drafter: Drafter | None, widths: list[int]) -> None:
     assert drafter is not None
     known = drafter.catch_up
 
-    def noting(batch: Batch, width: int) -> None:
+    def noting(batch: DecodeBatch, width: int) -> None:
         widths.append(width)
         known(batch, width)
 

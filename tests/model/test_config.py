@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.config import ConfigError, load_config
+from outrider.model.config import ConfigError, load_config
 from tests import checkpoints
 
 

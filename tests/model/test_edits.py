@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.edits import LogitEdits, log_probs
-from model.step import Join, Sampling
-from parallel.device import open_device
-from parallel.group import alone
+from outrider.model.edits import LogitEdits, log_probs
+from outrider.model.step import Join, Sampling
+from outrider.parallel.devices import open_device
+from outrider.parallel.group import alone
 from tests import checkpoints
 from tests.graphs import record
 from tests.ranks import Output, Team, serve
@@ -184,9 +184,9 @@ def test_captured_iterations_pick_the_same(teams: dict[int, Team], tmp_path: Pat
         got, want = serve(runner, requests), teams[3].generate(requests)
         for out, off in zip(got, want, strict=True):
             assert (out.tokens, out.finish, out.kept) == (off.tokens, off.finish, off.kept)
-    wishes = {key[3] for key in captured() if len(key) == 4}
-    assert any(w.drawn and w.edited for w in wishes)
-    assert any(w.logprobs for w in wishes)
+    features = {key[3] for key in captured() if len(key) == 4}
+    assert any(w.drawn and w.edited for w in features)
+    assert any(w.logprobs for w in features)
 
 
 def test_log_probs_of_ties_and_of_none() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.step import Join, Sampling
+from outrider.model.step import Join, Sampling
 from tests import checkpoints
 from tests.ranks import Team
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.config import Ablation, ConfigError
-from model.step import Sampling
-from parallel.device import Device
+from outrider.model.config import Ablation, ConfigError
+from outrider.model.step import Sampling
+from outrider.parallel.device import Device
 from tests import checkpoints
 from tests.npu import open_fake
 from tests.ranks import ForcedDrafter, Team

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.config import RunConfig, load_config
-from model.iteration import Iteration
-from model.step import Join, Sampling
-from model.weights import load
+from outrider.model.config import RunConfig, load_config
+from outrider.model.executor import Executor
+from outrider.model.step import Join, Sampling
+from outrider.model.weights import load
 from tests import checkpoints
 from tests.ranks import Team
 
@@ -33,7 +33,7 @@ def logits_by(team: Team, ids: list[int], chunks: list[int]) -> torch.Tensor:
     """All logits of `ids`, prefilled in chunks of the given lengths, rank 0's view."""
 
     def work(runner):
-        it: Iteration = runner.iteration
+        it: Executor = runner.iteration
         pages = list(range(1, 33))
         with torch.inference_mode():
             join = Join(slot=1, request=0, tokens=ids, pages=pages, sampling=Sampling())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from model.config import ConfigError, RunConfig, load_config
-from model.plan import check_pages, memory_plan, overshoot_rows, pages_for
+from outrider.model.config import ConfigError, RunConfig, load_config
+from outrider.model.plan import check_pages, memory_plan, overshoot_rows, pages_for
 from tests import checkpoints
 from tests.ranks import Team
 
@@ -49,7 +49,7 @@ def test_a_local_draft_holds_all_its_kv_heads_and_a_sharded_one_its_share(tmp_pa
 
 def test_published_sizes_of_qwen3_5_2b_at_tp2(tmp_path: Path) -> None:
     """Bytes per rank computed by hand from the published configuration, in bfloat16."""
-    from benchmarks import planted
+    from outrider.benchmarks import planted
 
     folder = tmp_path
     config = planted.nested_config(planted.text_config("2b"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from model.sample import draw, uniform
+from outrider.model.sample import draw, uniform
 
 
 def one(logits, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

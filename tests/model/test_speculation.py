@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.step import Join, Leave, Sampling
+from outrider.model.step import Join, Leave, Sampling
 from tests import checkpoints
-from tests.ranks import Books, ForcedDrafter, Team, serve
+from tests.ranks import BlockAllocator, ForcedDrafter, Team, serve
 
 PAGE, CHUNK = 8, 32
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
@@ -183,10 +183,12 @@ def test_slots_with_their_own_k_share_a_batch(folder, off) -> None:
     engine = team(folder, 5)
     prompts = [prompt_of(n, seed=2) for n in (9, 12, 33, 5)]
     force(engine, off, prompts, lambda at, i: at % 5 > 0)
-    wishes = [0, 2, 5, None]
-    requests = [(p, Sampling(max_tokens=NUM_NEW, draft_tokens=k)) for p, k in zip(prompts, wishes)]
+    features = [0, 2, 5, None]
+    requests = [
+        (p, Sampling(max_tokens=NUM_NEW, draft_tokens=k)) for p, k in zip(prompts, features)
+    ]
     outs = engine.generate(requests)
-    for (prompt, _), out, wish in zip(requests, outs, wishes, strict=True):
+    for (prompt, _), out, wish in zip(requests, outs, features, strict=True):
         assert out.tokens == off(prompt)
         most = 5 if wish is None else wish
         assert max(out.kept) <= most + 1
@@ -285,7 +287,7 @@ def test_a_used_slot_forgets_its_last_tenant(folder, off) -> None:
     """One slot, many tenants: ended by length, by stop, by leaving mid-prefill and mid-decode."""
     engine = team(folder, 3, max_slots=1)
     runner = engine.runners[0]
-    books = Books(runner.run)
+    books = BlockAllocator(runner.run)
     long, short = prompt_of(65), prompt_of(9)
     for request, (prompt, steps) in enumerate([(long, 1), (short, 2), (long, 4), (short, 0)]):
         runner.apply([books.join(request, 0, prompt, Sampling(max_tokens=NUM_NEW))])

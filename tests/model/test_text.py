@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import ConfigError
-from model.text import REPLACEMENT, Tokenizer
+from outrider.model.config import ConfigError
+from outrider.model.text import REPLACEMENT, Tokenizer
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.config import ConfigError, RunConfig, load_config
-from model.weights import check_weights, load, resolve_model
+from outrider.model.config import ConfigError, RunConfig, load_config
+from outrider.model.weights import check_weights, load, resolve_model
 from tests import checkpoints
 from tests.ranks import Team
 

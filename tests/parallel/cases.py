@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel.device import SlotMemory
+from outrider.parallel.device import SlotMemory
 
 EXTRA_ROWS = 2
 """Rows that the slots' memory has beyond those of the pass."""

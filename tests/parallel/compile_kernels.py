@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from parallel.device import GdnLayer, SlotMemory
-from parallel.group import Hall, Mail
-from parallel.kernels import (
+from outrider.parallel.device import GdnLayer, SlotMemory
+from outrider.parallel.group import Hall, Mail
+from outrider.parallel.kernels import (
     attention,
     gdn,
     launch,
@@ -140,7 +140,7 @@ def ends(batch: int) -> None:
         length=ints(9), last=ints(9), kept=ints(9), fold=ints(9), fresh=ints(9, X),
         hidden=bf16(9, X, H),
     )  # fmt: skip
-    slots.recall(ints(batch), memory, ints(9, PAGES), X)
+    slots.gather_slots(ints(batch), memory, ints(9, PAGES), X)
     slots.accept_commit(
         ints(batch), ints(batch, X - 1), ints(batch, X), ints(batch), bf16(batch, X, H), memory
     )

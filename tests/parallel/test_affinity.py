@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel import affinity
-from parallel.affinity import AffinityError
+from outrider.parallel import affinity
+from outrider.parallel.affinity import AffinityError
 
 ROOT = Path(__file__).resolve().parents[2]
 linux_only = pytest.mark.skipif(not affinity.can_pin(), reason="no CPU pinning on this system")

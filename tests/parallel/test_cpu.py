@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.backends.cpu import CpuOps
+from outrider.parallel.backends.cpu import CpuOps
 from tests.parallel.cases import commit_case
 
 OPS = CpuOps()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.backends import cuda
-from parallel.device import DeviceError, claim_device, free_device_bytes
+from outrider.parallel.backends import cuda
+from outrider.parallel.device import DeviceError
+from outrider.parallel.devices import claim_device, free_device_bytes
 
 OLD_DRIVER = """The NVIDIA driver on your system is too old (found version 11040).
 Please update your GPU driver."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.backends.cpu import CpuOps
-from parallel.device import Capabilities, Device
-from parallel.graph import CaptureError, Graphs
-from parallel.group import alone
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.device import Capabilities, Device
+from outrider.parallel.graph import CaptureError, Graphs
+from outrider.parallel.group import alone
 
 
 @pytest.fixture

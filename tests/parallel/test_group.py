@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import group, shard
-from parallel.device import DeviceError, collective_kind, open_device
-from parallel.vocab import LMHead
+from outrider.parallel import group, shard
+from outrider.parallel.device import DeviceError
+from outrider.parallel.devices import collective_kind, open_device
+from outrider.parallel.vocab import LMHead
 
 
 def exercise(member: group.Group) -> list:

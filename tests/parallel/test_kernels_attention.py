@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from parallel.backends.cpu import CpuOps
-from parallel.kernels import attention
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.kernels import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2 if DEVICE == "cuda" else 6e-2}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from parallel.backends.cpu import CpuOps
-from parallel.device import GdnLayer
-from parallel.kernels import gdn
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.device import GdnLayer
+from outrider.parallel.kernels import gdn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2 if DEVICE.type == "cuda" else 6e-2}

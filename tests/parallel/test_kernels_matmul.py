@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from parallel.backends.cpu import CpuOps
-from parallel.kernels import matmul
-from parallel.vocab import quantise_rows
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.kernels import matmul
+from outrider.parallel.vocab import quantise_rows
 
 OPS = CpuOps()
 CUDA = torch.cuda.is_available()

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 from torch import Tensor
 
 import tests.parallel.conftest  # noqa: F401  (also in the processes: interpreted where no GPU is)
-from parallel.backends.cpu import CpuOps
-from parallel.backends.cuda import CudaOps
-from parallel.group import Group, Hall, Mail
-from parallel.kernels import matmul, peer, two_shot
-from parallel.kernels.rows import top_keys
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.backends.cuda import CudaOps
+from outrider.parallel.group import Group, Hall, Mail
+from outrider.parallel.kernels import matmul, peer, two_shot
+from outrider.parallel.kernels.rows import top_keys
 from tests.parallel.test_kernels_rows import DEVICE, EPS, close, rand
 
 ROWS, WORDS = 8, 64

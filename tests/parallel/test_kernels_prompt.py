@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from parallel.backends.cpu import CpuOps
-from parallel.kernels import prompt
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.kernels import prompt
 from tests.parallel.test_kernels_gdn import DEVICE, DV, SLOTS, TAPS, TOLERANCE, Pair
 
 OPS = CpuOps()

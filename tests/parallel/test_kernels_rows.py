@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from parallel.backends.cpu import CpuOps
-from parallel.kernels import place, rows
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.kernels import place, rows
 
 OPS = CpuOps()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from dataclasses import astuple, replace
 
-from parallel.backends.cpu import CpuOps
-from parallel.kernels import slots as kernels
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.kernels import slots as kernels
 from tests.parallel.cases import commit_case
 from tests.parallel.test_kernels_rows import DEVICE, DTYPES, EPS, close, on_device, rand
 
@@ -58,7 +58,7 @@ def test_recall(width, dtype) -> None:
     slots, *_, memory = commit_case(5, dtype=dtype)
     tables = torch.randint(0, 99, (len(memory.length), 300))
     there = replace(memory, **{n: getattr(memory, n).to(DEVICE) for n in memory.__slots__})
-    want = OPS.recall(slots, memory, tables[:, :200], width)
-    got = kernels.recall(slots.to(DEVICE), there, tables.to(DEVICE)[:, :200], width)
+    want = OPS.gather_slots(slots, memory, tables[:, :200], width)
+    got = kernels.gather_slots(slots.to(DEVICE), there, tables.to(DEVICE)[:, :200], width)
     for name in want.__slots__:
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name

@@ -11,10 +11,11 @@ import sys
 import pytest
 import torch
 
-from parallel.backends import npu
-from parallel.backends.cpu import CpuOps
-from parallel.backends.npu import NpuOps
-from parallel.device import DeviceError, GdnLayer, claim_device
+from outrider.parallel.backends import npu
+from outrider.parallel.backends.cpu import CpuOps
+from outrider.parallel.backends.npu import NpuOps
+from outrider.parallel.device import DeviceError, GdnLayer
+from outrider.parallel.devices import claim_device
 from tests.npu import FakeOps, FakeRuntime, open_fake
 
 CPU = CpuOps()
@@ -272,6 +273,6 @@ def test_a_rank_claims_the_npu_of_its_index(package) -> None:
 
 
 def _alone():
-    from parallel.group import alone
+    from outrider.parallel.group import alone
 
     return alone()

@@ -1,0 +1,44 @@
+"""What cluster.yaml and Ray must know of each kind of device, before torch is loaded.
+
+    collectives to choose from | variable that hides devices | environment of a rank | NPU limits
+    free memory of the host, which CPU ranks share
+
+Facts of a backend that stand here as well as in parallel/backends/ are compared by a test.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+RANK_ENV = {
+    # Peer memory needs every GPU visible, so a rank picks its own by index.
+    "cuda": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
+    "npu": {
+        "HCCL_OP_EXPANSION_MODE": "AIV",  # small sums run on the vector cores, no AI CPU between
+        "TASK_QUEUE_ENABLE": "1",  # launches overlap; level 2 also workspaces, for more memory
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
+    },
+}
+"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
+NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
+"""What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
+
+
+def free_host_bytes() -> int:
+    """Memory this process could take: what the system calls available, or its container's rest."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" without a limit: ValueError
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return max(0, min(free, limit - used))

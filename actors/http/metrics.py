@@ -1,0 +1,97 @@
+"""What Prometheus is told of a replica: sums of the driver, times of its requests, HTTP statuses.
+
+    driver.stats() at a scrape -> gauges and counters      Metrics.finished(...) -> histograms
+A registry of its own, so that several servers may live in one process. docs/serving.md lists all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from outrider.actors.driver.messages import RequestStats
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKENS = tuple(4**i for i in range(1, 9))
+GAUGES = {
+    "queued": "requests_waiting",
+    "active": "requests_running",
+    "free_pages": "kv_pages_free",
+    "num_pages": "kv_pages",
+    "draft_depth": "draft_tokens",
+}
+COUNTERS = {
+    "requests_submitted": "requests_submitted",
+    "requests_finished": "requests_finished",
+    "requests_aborted": "requests_aborted",
+    "requests_failed": "requests_failed",
+    "steps": "steps",
+    "step_s": "step_seconds",
+    "busy_s": "busy_seconds",
+    "iterations": "iterations",
+    "drafted": "drafted_tokens",
+    "accepted": "accepted_tokens",
+    "tokens": "generated_tokens",
+}
+"""Key of Driver.stats() -> name of the metric, behind `outrider_`."""
+
+
+class Metrics:
+    """One replica's."""
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        """stats: Driver.stats."""
+        self._stats = stats
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._http = Counter(
+            "outrider_http_requests", "Answers by path and status.", ["path", "status"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._queue_s = self._histogram("queue_seconds", "From arrival to a slot.", SECONDS)
+        self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival.", SECONDS)
+        self._tpot_s = self._histogram("time_per_output_token_seconds", "After the first.", SECONDS)
+        self._total_s = self._histogram("request_seconds", "From arrival to the end.", SECONDS)
+        self._prompt = self._histogram("prompt_tokens", "Of a request.", TOKENS)
+        self._answer = self._histogram("answer_tokens", "Of a request.", TOKENS)
+
+    def answered(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
+
+    def joined(self, wait_s: float) -> None:
+        self._queue_s.observe(wait_s)
+
+    def finished(self, stats: RequestStats, total_s: float, prompt: int, answer: int) -> None:
+        self._ttft_s.observe(stats.ttft_s)
+        if stats.tpot_s:
+            self._tpot_s.observe(stats.tpot_s)
+        self._total_s.observe(total_s)
+        self._prompt.observe(prompt)
+        self._answer.observe(answer)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry: what the driver counts itself."""
+        stats = self._stats()
+        for key, name in GAUGES.items():
+            yield GaugeMetricFamily(f"outrider_{name}", f"Now: {key}.", stats[key])
+        for key, name in COUNTERS.items():
+            yield CounterMetricFamily(f"outrider_{name}", f"Since start: {key}.", stats[key])
+        by_position = CounterMetricFamily(
+            "outrider_accepted_at_position", "Accepted drafts.", labels=["position"]
+        )
+        for position, count in enumerate(stats["accepted_per_position"]):
+            by_position.add_metric([str(position)], count)
+        yield by_position
+
+    def describe(self) -> list[Metric]:
+        """Nothing is collected when this registers: the driver may not be there yet."""
+        return []
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"outrider_{name}", what, buckets=buckets, registry=self.registry)

@@ -1,0 +1,94 @@
+"""In front of the routes: the API key, the size of a body, and a count of every answer.
+
+    ASGI call -> AuthMiddleware -> routes
+It also holds how an error becomes an answer in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.actors.http.bodies import ApiError
+
+
+class AuthMiddleware:
+    """In front of the routes: the API key and the size of a body; counts every answer."""
+
+    def __init__(
+        self,
+        inner: ASGIApp,
+        keys: Sequence[bytes],
+        max_body_bytes: int,
+        answered: Callable[[str, int], None],
+    ) -> None:
+        self._inner, self._keys = inner, keys
+        self._max_body_bytes, self._answered = max_body_bytes, answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                self._answered(getattr(route, "path", "unknown"), message["status"])
+            await send(message)
+
+        length = headers.get(b"content-length", b"0")
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path != "/health" and not self._may(headers.get(b"authorization", b"")):
+            refusal = ApiError(
+                401, "the API key is missing or wrong: send Authorization: Bearer KEY",
+                kind="authentication_error", code="invalid_api_key",
+            )  # fmt: skip
+        elif length.isdigit() and int(length) > self._max_body_bytes:
+            refusal = self._too_large()
+        else:
+            await self._inner(scope, limited, counted)
+            return
+        await (await error_response(None, refusal))(scope, receive, counted)
+
+    def _may(self, header: bytes) -> bool:
+        """Compares digests with every key: the time tells nothing of any of them."""
+        given = hashlib.sha256(header.removeprefix(b"Bearer ").strip()).digest()
+        same = [hmac.compare_digest(given, key) for key in self._keys]
+        return not self._keys or (header.startswith(b"Bearer ") and any(same))
+
+    def _too_large(self) -> ApiError:
+        rule = f"serve.max_body_bytes = {self._max_body_bytes} is the most"
+        return ApiError(413, f"the body is too large: {rule}")
+
+
+async def error_response(_: Request | None, error: Exception) -> Response:
+    """Errors of ours, and those of the router, in OpenAI's form."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail))
+    assert isinstance(error, ApiError)
+    answer = json_response({"error": error.error}, error.status)
+    if error.retry_after_s is not None:
+        answer.headers["retry-after"] = str(error.retry_after_s)
+    return answer
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

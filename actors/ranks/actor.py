@@ -1,0 +1,54 @@
+"""A rank as a Ray actor: one line a method over ranks/rank.py.
+
+    wake -> open (rank 0) -> connect -> load -> run (one long call) -> shutdown
+Ray starts the process and carries these calls; everything else goes over wires.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from outrider.actors.cluster.placement import device_index, near_cpus
+from outrider.actors.ranks.rank import Location, Rank, RankSetup, Rendezvous
+
+
+@ray.remote
+class RankActor:
+    """Rank in a Ray worker process.
+
+    No concurrency group: run() then holds the worker's main thread, which else wakes a hundred
+    times a second (1 % of a core). wake() rather than __init__: an error of a method reaches the
+    driver as it was raised.
+    """
+
+    _rank: Rank
+
+    def wake(self, setup: RankSetup) -> Location:
+        if setup.device == "npu" and setup.spec.parallel.rank_cpus == "auto":
+            ids = ray.get_runtime_context().get_accelerator_ids()
+            setup = replace(setup, cpus=near_cpus(setup.device, ids) or setup.cpus)
+        self._rank = Rank(setup)
+        node = ray.get_runtime_context().get_node_id()
+        return Location(node=node, host=ray.util.get_node_ip_address(), pid=os.getpid())
+
+    def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
+        return self._rank.open(host, peers, driver_here)
+
+    def connect(self, meeting: Rendezvous) -> int:
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        device = self._rank.setup.device
+        return self._rank.connect(meeting, device_index(device, ids, os.environ))
+
+    def load(self, num_pages: int) -> dict[str, Any]:
+        return self._rank.load(num_pages)
+
+    def run(self) -> None:
+        self._rank.run()
+
+    def shutdown(self) -> None:
+        self._rank.shutdown()

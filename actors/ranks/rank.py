@@ -1,0 +1,219 @@
+"""One rank's life, without Ray: pin the process, meet the others, load, run the loop, shut down.
+
+    open (rank 0) -> connect -> load -> run -> shutdown
+Rank 0 listens; the driver and the other ranks connect to it. torch is imported only after the
+process is pinned, so that its threads inherit the CPU range.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.actors.cluster.spec import Spec
+from outrider.actors.errors import DivergenceError
+from outrider.actors.ranks.depth import Depth
+from outrider.actors.ranks.loop import RankLoop
+from outrider.actors.ranks.messages import Hello, Loading
+from outrider.actors.ranks.wire import Address, Postbox, Wire
+from outrider.model.config import RunConfig, load_config
+from outrider.parallel.affinity import pin_process
+
+if TYPE_CHECKING:
+    from outrider.parallel.group import Group
+
+
+DRIVER = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """All that a rank is told at birth."""
+
+    rank: int
+    size: int
+    epoch: int
+    """Life number of the group: the ranks of one epoch talk to each other only."""
+    spec: Spec
+    run: RunConfig
+    """Its num_pages are those that are wanted; `settle_pages` says what there is room for."""
+    device: str
+    collective: str
+    """Kind of the group, "auto" for the device's own."""
+    cpus: frozenset[int] | None
+    """CPUs to pin every thread to; None pins nothing."""
+    timeout_s: float
+    """Of a collective, and of the ranks' first contact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where a rank lives."""
+
+    node: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks and the driver meet rank 0."""
+
+    host: str
+    store_port: int
+    inbox: Address
+    relays: tuple[Address, ...]
+    """One per follower, rank 1 first."""
+
+
+class Rank:
+    """One rank's life: open, connect, load, run, shutdown. Plain: a test needs no Ray for it."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self.setup = setup
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if setup.cpus is not None:
+            if setup.device != "npu":
+                os.environ["OMP_NUM_THREADS"] = str(len(setup.cpus))
+            pin_process(setup.cpus)
+        if setup.device != "npu":
+            os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        self._set_threads()
+        self._post = Postbox()
+        self._store: Any = None
+        self._group: Group | None = None
+        self._runner: Any = None
+        self._inbox: Wire | None = None
+        self._relays: list[Wire] = []
+        self._loop: RankLoop | None = None
+        self._index = 0
+        self._told_bytes = 0
+
+    def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
+        """Rank 0: open store and wires, before anything slow. peers: which followers are here."""
+        from outrider.parallel.group import host_store
+
+        bind = "127.0.0.1" if all(peers) else host
+        self._store = host_store(bind)
+        self._inbox, inbox = self._post.listen(None if driver_here else host)
+        relays = []
+        for here in peers:
+            wire, address = self._post.listen(None if here else host)
+            self._relays.append(wire)
+            relays.append(address)
+        return Rendezvous(host=bind, store_port=self._store.port, inbox=inbox, relays=tuple(relays))
+
+    def connect(self, meeting: Rendezvous, index: int) -> int:
+        """First contact of all wires, then device `index`, then the collective group.
+
+        -> KV pages this rank has room for. ConfigError when they are too few.
+        """
+        from outrider.parallel.devices import claim_device, collective_kind
+        from outrider.parallel.group import alone, connect, join_store
+
+        setup = self.setup
+        hello = Hello(epoch=setup.epoch, rank=setup.rank)
+        if setup.rank == 0:
+            assert self._inbox is not None
+            for rank, wire in ((DRIVER, self._inbox), *enumerate(self._relays, start=1)):
+                greet(wire, hello, expect=rank, timeout_s=setup.timeout_s)
+            self._post.hide()
+        else:
+            self._inbox = self._post.connect(meeting.relays[setup.rank - 1])
+            self._inbox.send(hello)
+            self._inbox.receive(Hello, setup.timeout_s)
+        self._index = index
+        claim_device(setup.device, index)
+        pages = settle_pages(setup, index)
+        if setup.size == 1:
+            self._group = alone()
+            return pages
+        if setup.rank != 0:
+            self._store = join_store(meeting.host, meeting.store_port, setup.timeout_s)
+        kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
+        self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
+        return pages
+
+    def load(self, num_pages: int) -> dict[str, Any]:
+        """Weights onto the device, and warm-up. Returns what there is to know of this rank.
+
+        num_pages: what every rank has room for.
+        """
+        from outrider.model.runner import Runner
+        from outrider.parallel.devices import open_device
+
+        assert self._group is not None
+        self._set_threads()
+        device = open_device(self.setup.device, self._index, self._group)
+        run = replace(self.setup.run, num_pages=num_pages)
+        self._runner = Runner(run, device, on_load=self._on_load)
+        self._runner.warm_up()
+        if self.setup.cpus is not None:
+            pin_process(self.setup.cpus)
+        if self.setup.rank == 0 and self._inbox is not None:
+            self._inbox.send(Loading(done_bytes=0, total_bytes=0, ended=True))
+        return {
+            "rank": self.setup.rank,
+            "pid": os.getpid(),
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "allocated_bytes": self._runner.allocated_bytes(),
+            "run_ahead": self._runner.run_ahead,
+        }
+
+    def run(self) -> None:
+        """The one long call: until the driver says stop."""
+        assert self._inbox is not None
+        self._set_threads()
+        run, leads = self.setup.run, self.setup.rank == 0
+        self._loop = RankLoop(
+            self._runner,
+            wire=self._inbox,
+            followers=self._relays if leads else None,
+            depth=Depth(run.draft_tokens) if leads and run.auto_depth else None,
+        )
+        self._loop.run()
+
+    def shutdown(self) -> None:
+        self._runner = None
+        if self._group is not None:
+            self._group.close()
+        self._store = None
+        self._post.close()
+
+    def _on_load(self, done: int, total: int) -> None:
+        """The leader tells the driver, a hundred times at most."""
+        if self.setup.rank == 0 and self._inbox and done - self._told_bytes >= total / 100:
+            self._told_bytes = done
+            self._inbox.send(Loading(done_bytes=done, total_bytes=total))
+
+    def _set_threads(self) -> None:
+        # The OpenMP pool belongs to the calling thread, and Ray may change threads between calls.
+        import torch
+
+        torch.set_num_threads(1 if self.setup.device == "npu" else len(self.setup.cpus or (0,)))
+
+
+def settle_pages(setup: RankSetup, index: int) -> int:
+    """KV pages that fit in what is free on device `index`, at most those that are wanted.
+
+    The engine has seen to it for CPU ranks. Raises ConfigError, by how much memory is too little.
+    """
+    from outrider.parallel.devices import free_device_bytes
+
+    free_bytes = free_device_bytes(setup.device, index)
+    if free_bytes is None:
+        return setup.run.num_pages
+    folder = Path(setup.run.model_dir)
+    return setup.spec.resolve_pages(load_config(folder), folder, free_bytes)
+
+
+def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:
+    """The listening side of first contact."""
+    other = wire.receive(Hello, timeout_s)
+    if other != Hello(epoch=hello.epoch, rank=expect):
+        raise DivergenceError(f"expected rank {expect} of epoch {hello.epoch}, {other} called")
+    wire.send(hello)

@@ -1,0 +1,146 @@
+"""Connections between processes: typed msgpack messages over zmq PAIR sockets.
+
+    Postbox.listen() -> (Wire, Address) ... Address -> Postbox.connect() -> Wire
+The address of a wire is new each time, so a message for an engine that has ended cannot reach the
+next one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from asyncio import Future
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+import zmq
+
+T = TypeVar("T")
+
+
+WIRE_LIMIT_BYTES = 64 << 20
+"""No message to or from a rank is larger: a peer that sends more is cut off."""
+
+
+LINGER_MS = 200
+"""How long a closed socket still tries to deliver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a wire listens. `secret`: CURVE public key of a TCP listener, told over Ray only."""
+
+    endpoint: str
+    secret: bytes = b""
+
+
+class Postbox:
+    """A process's zmq context and the private folder of its sockets.
+
+    ipc sockets lie in a fresh 0700 folder under random names; `hide()` removes the folder once the
+    peers are connected (the connections stay), so that even SIGKILL leaves nothing behind.
+    """
+
+    def __init__(
+        self, context: zmq.Context | None = None, limit_bytes: int = WIRE_LIMIT_BYTES
+    ) -> None:
+        """limit_bytes: of a message that comes in; -1: none."""
+        self.context: zmq.Context[Any] = context or zmq.Context(io_threads=1)
+        self._limit_bytes = limit_bytes
+        self._folder: str | None = None
+        self._sockets: list[zmq.Socket[Any]] = []
+
+    def listen(self, host: str | None) -> tuple[Wire, Address]:
+        """host None: a peer on this machine (ipc); else TCP on that address, port from the OS."""
+        socket = self._socket()
+        if host is None:
+            if self._folder is None:
+                self._folder = tempfile.mkdtemp(prefix="outrider-")
+            endpoint = f"ipc://{self._folder}/{os.urandom(8).hex()}"
+            socket.bind(endpoint)
+            return Wire(socket, self._limit_bytes), Address(endpoint=endpoint)
+        public, secret = zmq.curve_keypair()
+        socket.curve_server = True
+        socket.curve_secretkey = secret
+        socket.bind(f"tcp://{host}:*")
+        return Wire(socket, self._limit_bytes), Address(
+            endpoint=socket.getsockopt_string(zmq.LAST_ENDPOINT), secret=public
+        )
+
+    def connect(self, address: Address) -> Wire:
+        socket = self._socket()
+        if address.secret:
+            public, secret = zmq.curve_keypair()
+            socket.curve_serverkey = address.secret
+            socket.curve_publickey, socket.curve_secretkey = public, secret
+        socket.connect(address.endpoint)
+        return Wire(socket, self._limit_bytes)
+
+    def hide(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def drop(self) -> None:
+        """Close the sockets. Only the thread that uses them may call it."""
+        for socket in self._sockets:
+            socket.close(LINGER_MS)
+        self._sockets.clear()
+
+    def close(self) -> None:
+        self.drop()
+        self.hide()
+        self.context.term()
+
+    def _socket(self) -> zmq.Socket[Any]:
+        socket = self.context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._limit_bytes)
+        # Memory is bounded by the work under way (slots x tokens); a full queue would stall ranks.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        self._sockets.append(socket)
+        return socket
+
+
+class Wire:
+    """One end of a connection: typed messages, in order, each at most `limit_bytes` if not -1."""
+
+    def __init__(self, socket: zmq.Socket[Any], limit_bytes: int = WIRE_LIMIT_BYTES) -> None:
+        self.socket = socket
+        self._limit_bytes = limit_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Never blocks. ConnectionError when the other end is gone."""
+        data = self._encoder.encode(message)
+        if len(data) > self._limit_bytes > 0:
+            raise ValueError(f"message of {len(data)} bytes: this wire takes {self._limit_bytes}")
+        try:
+            sent = self.socket.send(data, zmq.NOBLOCK)
+            if isinstance(sent, Future):  # of a zmq.asyncio socket: done at once
+                sent.result()
+        except zmq.Again:
+            raise ConnectionError("the other end of this wire is gone") from None
+
+    def ready(self) -> bool:
+        """A message waits."""
+        return bool(cast(int, self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def receive(self, kind: type[T], timeout_s: float | None = None) -> T:
+        """Waits without CPU use. TimeoutError after `timeout_s`."""
+        if timeout_s is not None and not self.socket.poll(round(timeout_s * 1000)):
+            raise TimeoutError(f"no {kind.__name__} within {timeout_s:g} s")
+        return self._decode(kind, self.socket.recv())
+
+    async def receive_async(self, kind: type[T]) -> T:
+        """The same on a socket of a zmq.asyncio context."""
+        return self._decode(kind, await cast(Awaitable[bytes], self.socket.recv()))
+
+    def _decode(self, kind: type[T], data: bytes) -> T:
+        if kind not in self._decoders:
+            self._decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return self._decoders[kind].decode(data)

@@ -1,0 +1,26 @@
+"""Outrider: Qwen3.5-class models with multi-token-prediction speculation, tensor-parallel on Ray.
+
+    from outrider import Engine, Sampling
+
+The folders of the project stand at the top of the repository; links beside this file make them
+importable as outrider.actors, outrider.model, outrider.parallel and outrider.benchmarks. So no
+folder of a user's can stand in for one of ours. Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.actors.engine import Chunk, Completion, Engine, RequestStats, Sampling
+
+__all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
+
+
+def __getattr__(name: str) -> object:
+    """The names of `__all__`, from outrider.actors.engine when they are first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from outrider.actors import engine
+
+    return getattr(engine, name)

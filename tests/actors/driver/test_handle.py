@@ -1,0 +1,148 @@
+"""Stop strings: found in any split of the text, held back while they may begin, never shown."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.actors.driver.driver import Driver
+from outrider.actors.driver.handle import StopStrings, merge
+from outrider.actors.errors import RequestError
+from tests.actors.conftest import Counting, ThreadRanks
+from tests.actors.driver.test_driver import answer, ask, driving, run
+
+words = st.text("ab", min_size=1, max_size=4)
+
+
+@given(text=st.text("abc", max_size=24), stops=st.lists(words, min_size=1, max_size=3))
+def test_text_ends_before_the_stop_string_that_is_complete_first(text: str, stops: list[str]):
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    out, stopper = "", StopStrings(stops)
+    for position, letter in enumerate(text, 1):
+        stopped = stopper.feed(letter)
+        out += stopper.take()
+        assert stopped == (bool(ends) and min(ends)[0] == position)
+        if stopped:
+            assert out == text[: min(start for end, start in ends if end == position)]
+            return
+        held = text[len(out) : position]
+        assert out + held == text[:position]
+        assert not held or any(s.startswith(held) for s in stops)
+    stopper.end()
+    assert out + stopper.take() == text
+
+
+@given(
+    text=st.text("ab", max_size=20),
+    stops=st.lists(words, min_size=1, max_size=3),
+    at=st.integers(0, 20),
+)
+def test_what_ends_before_it_is_armed_never_stops(text: str, stops: list[str], at: int):
+    stopper, out = StopStrings(stops), ""
+    for position, letter in enumerate(text, 1):
+        if stopper.feed(letter, armed=position >= at):
+            assert position >= at
+            assert any(text[:position].endswith(s) for s in stops)
+            return
+        out += stopper.take()
+        assert position < at or not any(text[:position].endswith(s) for s in stops)
+    stopper.end()
+    assert out + stopper.take() == text
+
+
+class Plain:
+    """A tokenizer of letters, one a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def stream(self) -> Plain:
+        return self
+
+    def push(self, ids) -> str:
+        return "".join(map(chr, ids))
+
+    def finish(self) -> str:
+        return ""
+
+
+async def stopped(driver: Driver, stop: tuple[str, ...], prompt: str = "a", **how):
+    request = ask(prompt, **{"max_tokens": 20, **how})
+    return await driver.submit(
+        type(request)(prompt=prompt, sampling=request.sampling, stop=stop)
+    ).result()
+
+
+def test_a_stop_string_ends_a_request_within_its_drafts_and_gives_its_slot_back():
+    async def work() -> None:
+        ranks = ThreadRanks([Counting(step_s=0.001), Counting(step_s=0.001)])
+        async with driving(ranks, text=Plain, max_slots=1) as (driver, _):
+            for stop, text, count in (
+                (("fg",), "bcde", 6),
+                (("zz", "jk", "j"), "bcdefghi", 9),
+                (("nothing",), "bcdefghijklmnopqrstu", 20),
+                (("b",), "", 1),
+            ):
+                done = await stopped(driver, stop)
+                assert done.text == text
+                assert done.token_ids == answer([ord("a")], count)
+                assert done.finish_reason == ("stop" if count < 20 else "length")
+            late = await stopped(driver, ("cd", "ij"), min_tokens=5)
+            assert late.text == "bcdefgh"
+            both = await stopped(driver, ("uv", "u"), max_tokens=20)
+            assert (both.text, both.finish_reason) == ("bcdefghijklmnopqrst", "stop")
+            await asyncio.sleep(0.02)
+            stats = driver.stats()
+            assert stats["requests_finished"] == 6
+            assert stats["requests_aborted"] == 0
+            assert stats["free_pages"] == stats["num_pages"] - 1
+            assert not any(runner.slots for runner in ranks.runners)
+
+    run(work)
+
+
+def test_a_stop_string_ends_a_request_that_nobody_reads():
+    async def work() -> None:
+        ranks = ThreadRanks([Counting(step_s=0.001)])
+        async with driving(ranks, text=Plain, max_model_len=200) as (driver, _):
+            request = ask("a", max_tokens=150)
+            handle = driver.submit(
+                type(request)(prompt="a", sampling=request.sampling, stop=("h",))
+            )
+            await driver.drain()
+            assert [c.text for c in [c async for c in handle]] == ["bcdefg"]
+
+    run(work)
+
+
+def test_merged_streams_are_the_streams():
+    async def work() -> None:
+        ranks = ThreadRanks([Counting(step_s=0.001)])
+        async with driving(ranks) as (driver, _):
+            news = asyncio.Event()
+            handles = [driver.submit(ask([i], max_tokens=9 + i), news) for i in range(5)]
+            tokens: dict[int, list[int]] = {i: [] for i in range(5)}
+            ends = []
+            async for index, chunk in merge(handles, news):
+                tokens[index] += chunk.token_ids
+                if chunk.finish_reason:
+                    ends.append(index)
+            assert tokens == {i: answer([i], 9 + i) for i in range(5)}
+            assert sorted(ends) == list(range(5))
+
+    run(work)
+
+
+def test_stop_strings_need_a_tokenizer_and_a_text():
+    async def work() -> None:
+        async with driving(text=lambda: None) as (driver, _):
+            with pytest.raises(RequestError, match="has no tokenizer"):
+                await stopped(driver, ("a",), prompt=[1])  # pyright: ignore[reportArgumentType]
+        async with driving(text=Plain) as (driver, _):
+            with pytest.raises(RequestError, match="empty text"):
+                await stopped(driver, ("a", ""))
+
+    run(work)

@@ -1,0 +1,337 @@
+"""The rank loop in threads, over real wires; the wires; and how a rank's failure is told."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlparse
+
+import msgspec
+import pytest
+import zmq
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from outrider.actors.cluster.reader import load_spec
+from outrider.actors.errors import DivergenceError, EngineDeadError
+from outrider.actors.ranks.group import explain
+from outrider.actors.ranks.loop import RankLoop
+from outrider.actors.ranks.messages import Hello, Orders
+from outrider.actors.ranks.rank import DRIVER, Location, RankSetup, greet, settle_pages
+from outrider.actors.ranks.wire import Address, Postbox, Wire
+from outrider.model.config import ConfigError, load_config
+from outrider.model.plan import memory_plan
+from outrider.model.step import Join, Leave, StepEvent, StepPlan
+from outrider.parallel import device
+from outrider.parallel.device import DeviceError
+from tests.actors.conftest import Counting, join
+
+
+@dataclass
+class Group:
+    """A leader and its followers in threads, and the driver's end of the inbox."""
+
+    runners: list[Counting]
+    driver: Wire
+    threads: list[threading.Thread] = field(default_factory=list)
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def order(self, *commands: Join | Leave) -> None:
+        self.driver.send(Orders(commands=list(commands)))
+
+    def events(self, until: Callable[[StepEvent], bool]) -> list[StepEvent]:
+        seen = []
+        while not seen or not until(seen[-1]):
+            seen.append(self.driver.receive(StepEvent, 5))
+        return seen
+
+    def stop(self) -> None:
+        self.driver.send(Orders(stop=True))
+        for thread in self.threads:
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def group() -> Iterator[MakeGroup]:
+    posts = [Postbox() for _ in range(4)]
+
+    def make(size: int = 2, **runner: object) -> Group:
+        inbox, address = posts[0].listen(None)
+        pairs = [posts[0].listen(None) for _ in range(size - 1)]
+        driver = posts[3].connect(address)
+        made = Group(runners=[Counting(**runner) for _ in range(size)], driver=driver)
+        hello = Hello(epoch=1, rank=0)
+        driver.send(Hello(epoch=1, rank=DRIVER))
+        greet(inbox, hello, expect=DRIVER, timeout_s=5)
+        assert driver.receive(Hello, 5) == hello
+        relays = [wire for wire, _ in pairs]
+        loops = [RankLoop(made.runners[0], wire=inbox, followers=relays)]
+        for rank, (relay, where) in enumerate(pairs, start=1):
+            mine = posts[rank].connect(where)
+            mine.send(Hello(epoch=1, rank=rank))
+            greet(relay, hello, expect=rank, timeout_s=5)
+            mine.receive(Hello, 5)
+            loops.append(RankLoop(made.runners[rank], wire=mine, followers=None))
+
+        def body(rank: int, loop: RankLoop) -> None:
+            try:
+                loop.run()
+            except (DivergenceError, ConnectionError, zmq.ContextTerminated) as error:
+                made.errors[rank] = error
+            finally:  # by the thread that used them
+                posts[rank].drop()
+
+        for rank, loop in enumerate(loops):
+            made.threads.append(threading.Thread(target=body, args=(rank, loop)))
+            made.threads[-1].start()
+        return made
+
+    yield make
+    for post in posts:
+        post.close()
+
+
+def ended(number: int) -> Callable[[StepEvent], bool]:
+    left = [number]
+
+    def last(event: StepEvent) -> bool:
+        left[0] -= sum(p.finish is not None for p in event.progress)
+        return left[0] == 0
+
+    return last
+
+
+def test_every_rank_applies_the_same_plans(group: MakeGroup):
+    g = group(size=3)
+    g.order(join(0, 0, max_tokens=9), join(1, 1, max_tokens=20))
+    g.driver.receive(StepEvent, 5)
+    g.order(join(2, 2, max_tokens=5), Leave(slot=1, request=1))
+    g.events(ended(2))
+    g.stop()
+    assert g.runners[0].applied == g.runners[1].applied == g.runners[2].applied
+    assert g.runners[0].emitted == g.runners[1].emitted == g.runners[2].emitted
+    assert g.runners[0].emitted[1] < 20
+    assert not g.errors
+
+
+def test_an_event_after_each_step_carries_the_tokens(group: MakeGroup):
+    g = group(size=1)
+    g.order(join(0, 0, prompt=[10, 20], max_tokens=6))
+    events = g.events(ended(1))
+    g.stop()
+    assert [e.iteration for e in events] == list(range(1, len(events) + 1))
+    tokens = [t for e in events for p in e.progress for t in p.tokens]
+    assert tokens == [21, 22, 23, 24, 25, 26]
+    assert events[0].progress[0].verified is False
+
+
+def test_each_step_has_a_plan_of_its_own(group: MakeGroup):
+    g = group(size=2, chunk=1)
+    g.order(join(0, 0, prompt=[1] * 12, max_tokens=9))
+    events = g.events(ended(1))
+    g.stop()
+    for runner in g.runners:
+        assert len(runner.applied) == events[-1].iteration > 12
+
+
+def test_what_comes_during_a_step_is_in_the_next_plan(group: MakeGroup):
+    g = group(size=2, draft_tokens=0, step_s=0.1)
+    first = [join(0, 0, max_tokens=1), join(1, 1, max_tokens=100)]
+    second = [join(2, 0, max_tokens=1), Leave(slot=1, request=1)]  # 0 is free after its one step
+    g.runners[0].hang.clear()
+    g.order(*first)
+    while not g.runners[0].applied:
+        time.sleep(0.001)
+    g.order(*second)
+    g.runners[0].hang.set()
+    events = g.events(ended(2))
+    g.stop()
+    assert [e.iteration for e in events] == [1, 2]
+    assert g.runners[0].applied == g.runners[1].applied == [first, second]
+    assert not g.errors
+
+
+def test_idle_ranks_use_no_cpu(group: MakeGroup):
+    g = group(size=3)
+    g.order(join(0, 0))
+    g.events(ended(1))
+    time.sleep(0.05)
+    used = []
+    for _ in range(4):  # other threads of the tests wake now and then
+        before = time.process_time()
+        time.sleep(0.25)
+        used.append(time.process_time() - before)
+    g.stop()
+    assert min(used) < 0.005
+
+
+def test_a_follower_with_another_slot_table_says_so_and_names_both(group: MakeGroup):
+    g = group(size=2)
+    g.order(join(0, 0))
+    g.events(ended(1))
+    while g.runners[1].digest() != g.runners[0].digest():
+        time.sleep(0.001)
+    g.runners[1].drift = 1
+    digests = [f"{runner.digest():#018x}" for runner in g.runners]
+    g.order(join(1, 0))
+    g.threads[1].join(5)
+    g.stop()
+    assert isinstance(g.errors[1], DivergenceError)
+    assert all(digest in str(g.errors[1]) for digest in digests)
+
+
+def test_a_leader_that_lost_a_follower_stops(group: MakeGroup):
+    g = group(size=2, step_s=0.001)
+    g.runners[1].error = DivergenceError("killed")
+    g.order(join(0, 0, max_tokens=100_000))
+    for thread in g.threads:
+        thread.join(5)
+    assert isinstance(g.errors[0], ConnectionError)
+
+
+def test_stop_ends_a_busy_group(group: MakeGroup):
+    g = group(size=2, step_s=0.002)
+    g.order(join(0, 0, max_tokens=100_000))
+    g.driver.receive(StepEvent, 5)
+    g.stop()
+    assert not g.errors
+
+
+def test_sockets_lie_in_a_private_folder_that_goes_away_once_connected():
+    ours, theirs = Postbox(), Postbox()
+    wire, address = ours.listen(None)
+    folder = Path(urlparse(address.endpoint).path).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    other = theirs.connect(address)
+    other.send(Hello(epoch=0, rank=1))
+    wire.receive(Hello, 5)
+    ours.hide()
+    assert not folder.exists()
+    wire.send(Hello(epoch=0, rank=0))
+    assert other.receive(Hello, 5).rank == 0
+    theirs.close()
+    ours.close()
+
+
+def test_a_wire_between_machines_is_sealed_with_a_key_told_beforehand():
+    ours, theirs, stranger = Postbox(), Postbox(), Postbox()
+    wire, address = ours.listen("127.0.0.1")
+    assert address.secret
+    wrong, _ = zmq.curve_keypair()
+    for secret in (b"", wrong):
+        outside = stranger.connect(Address(endpoint=address.endpoint, secret=secret))
+        outside.send(Hello(epoch=0, rank=9))
+    with pytest.raises(TimeoutError, match="no Hello within"):
+        wire.receive(Hello, 0.2)
+    stranger.context.destroy(0)
+    other = theirs.connect(address)
+    other.send(Hello(epoch=0, rank=1))
+    assert wire.receive(Hello, 5).rank == 1
+    theirs.close()
+    ours.close()
+
+
+def test_a_wire_takes_no_message_above_its_limit():
+    ours, theirs = Postbox(limit_bytes=1000), Postbox(limit_bytes=1000)
+    wire, address = ours.listen(None)
+    other = theirs.connect(address)
+    with pytest.raises(ValueError, match="this wire takes 1000"):
+        other.send(Orders(commands=[join(0, 0, prompt=[1] * 2000)]))
+    other.socket.send(b"x" * 2000)
+    with pytest.raises(TimeoutError):
+        wire.receive(Hello, 0.2)
+    theirs.context.destroy(0)
+    ours.close()
+
+
+def test_a_wire_takes_only_the_message_it_expects():
+    ours, theirs = Postbox(), Postbox()
+    wire, address = ours.listen(None)
+    theirs.connect(address).send(Hello(epoch=0, rank=1))
+    with pytest.raises(msgspec.ValidationError):
+        wire.receive(StepPlan, 5)
+    theirs.close()
+    ours.close()
+
+
+def test_a_caller_of_another_epoch_is_refused():
+    ours, theirs = Postbox(), Postbox()
+    wire, address = ours.listen(None)
+    theirs.connect(address).send(Hello(epoch=3, rank=1))
+    with pytest.raises(DivergenceError, match="rank 1 of epoch 4"):
+        greet(wire, Hello(epoch=4, rank=0), expect=1, timeout_s=5)
+    theirs.close()
+    ours.close()
+
+
+def remote(error: Exception) -> Exception:
+    """As Ray hands it over."""
+    return RayTaskError("load", "long remote traceback", error).as_instanceof_cause()
+
+
+@pytest.mark.parametrize("error", [ConfigError("bad file"), DeviceError("no such device")])
+def test_what_a_user_can_change_stays_a_config_error(error: Exception):
+    told = explain(1, remote(error))
+    assert type(told) is ConfigError
+    assert str(told) == f"rank 1: {error}"
+
+
+def test_any_other_failure_names_rank_pid_and_message_and_keeps_the_traceback():
+    place = Location(node="n", host="h", pid=42)
+    told = explain(0, remote(ZeroDivisionError("by zero")), [place])
+    assert isinstance(told, EngineDeadError)
+    assert str(told) == "rank 0 (pid 42) failed: ZeroDivisionError: by zero"
+    assert "long remote traceback" in told.detail
+
+
+def test_a_dead_process_is_told_in_one_line():
+    told = explain(1, ActorDiedError(), [])
+    assert isinstance(told, EngineDeadError)
+    assert str(told).startswith("rank 1 died: ")
+    assert "\n" not in str(told)
+
+
+def test_no_socket_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    post = Postbox()
+    post.listen(None)
+    assert os.listdir(tmp_path)
+    post.close()
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("room", [40, 10**6, 3])
+def test_a_rank_takes_the_pages_its_device_has_room_for(
+    room: int, planted_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load_spec(None, {"model": str(planted_tiny), "device": "cuda", "max_model_len": 200})
+    model = load_config(planted_tiny)
+    run = spec.run_config(model, planted_tiny, spec.resolve_pages(model, planted_tiny))
+    setup = RankSetup(
+        rank=0,
+        size=2,
+        epoch=0,
+        spec=spec,
+        run=run,
+        device="cuda",
+        collective="auto",
+        cpus=None,
+        timeout_s=1.0,
+    )
+    free_bytes = int(memory_plan(model, run).total_bytes(room) / 0.84) + 1
+    monkeypatch.setattr(device, "free_device_bytes", lambda kind, index: free_bytes)
+    if room == 3:
+        with pytest.raises(ConfigError, match=r"max_model_len = 200 takes .* too few: lower"):
+            settle_pages(setup, 0)
+    else:
+        assert settle_pages(setup, 0) == min(room, run.num_pages)
+    monkeypatch.setattr(device, "free_device_bytes", lambda kind, index: None)
+    assert settle_pages(setup, 0) == run.num_pages
