@@ -142,7 +142,7 @@ def storages(root: object) -> dict[int, int]:
             found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(thing, list | tuple):
             queue.extend(thing)
-        elif type(thing).__module__.startswith(("model.", "parallel.")):
+        elif type(thing).__module__.startswith(("outrider.model.", "outrider.parallel.")):
             names = vars(thing) if hasattr(thing, "__dict__") else getattr(thing, "__slots__", ())
             queue.extend(getattr(thing, name) for name in names)
     return found
