@@ -80,7 +80,7 @@ def short(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tokens_needed(repo):
+def expected(repo):
     """What a draft that sees each row at once leads to: tokens, and rows kept by each iteration."""
     tiny, known = repo / "examples" / "tiny", {}
     for name, depths in DEPTHS.items():
@@ -98,12 +98,12 @@ def tokens_needed(repo):
         ("now and then", {"tensor_parallel": 2, "draft_body": "sharded"}),
     ],
 )
-def test_later_drafts_are_the_same(repo, wanted, name: str, keys: dict) -> None:
+def test_later_drafts_are_the_same(repo, expected, name: str, keys: dict) -> None:
     team = Team(repo / "examples" / "tiny", **KEYS, **keys)
     widths: list[int] = []
     for runner in team.runners:
         note(runner.iteration.drafter, widths)
-    assert outputs(repo, team, DEPTHS[name]) == wanted[name]
+    assert outputs(repo, team, DEPTHS[name]) == expected[name]
     assert max(widths) == (ROWS if name == "long without" else 8)
 
 
@@ -119,11 +119,11 @@ def note(drafter: Drafter | None, widths: list[int]) -> None:
     drafter.catch_up = noting  # type: ignore[method-assign]
 
 
-def test_captured_iterations_owe_and_catch_up_alike(repo, wanted) -> None:
+def test_captured_iterations_owe_and_catch_up_alike(repo, expected) -> None:
     """Recorded graphs: depth 0 is a graph of its own, and catching up happens between replays."""
     team = Team(repo / "examples" / "tiny", **KEYS)
     (keys,) = [record(runner) for runner in team.runners]
-    assert outputs(repo, team, DEPTHS["now and then"]) == wanted["now and then"]
+    assert outputs(repo, team, DEPTHS["now and then"]) == expected["now and then"]
     assert {key[1] for key in keys() if key[0] != "prefill"} == {0, 1, 2, K}
 
 
