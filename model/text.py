@@ -1,14 +1,16 @@
-"""Text to token ids and back, whole or as it comes.
+"""Text to token ids, and token ids back to text, all at once or while they arrive.
 
-    Tokenizer.encode -> ids          ids -> Detokenizer.push -> the characters that are complete
+    text -> Tokenizer.encode -> ids        ids -> Tokenizer.stream().push -> complete characters
 
-A byte-level token may end inside a character: its text waits until the rest has come. A checkpoint
-without tokenizer files is usable by token ids alone. Only `tokenizers` and jinja2 are imported:
-transformers would add seconds and torch to every start of a driver.
+A token may end inside a character. A detokenizer holds back the bytes of such a character, at most
+three, until the others arrive or cannot arrive any more. A checkpoint without a tokenizer can be
+used with token ids alone. This file imports `tokenizers` and jinja2 but not transformers, which
+would add seconds and torch to every start of a driver.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 from collections.abc import Sequence
@@ -19,6 +21,9 @@ from outrider.model.config import ConfigError
 
 FILE = "tokenizer.json"
 REPLACEMENT = "\ufffd"
+"""What bytes that are no character are decoded to."""
+MAX_HELD_TOKENS = 3
+"""Tokens that WindowDetokenizer holds back: a character of UTF-8 has at most three more bytes."""
 
 
 class Tokenizer:
@@ -38,14 +43,18 @@ class Tokenizer:
             self._tokens = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"{self._folder / FILE}: cannot be loaded: {error}") from error
+        added = self._tokens.get_added_tokens_decoder()
+        self._special_ids = {token for token, entry in added.items() if entry.special}
+        self._is_byte_level = isinstance(self._tokens.decoder, tokenizers.decoders.ByteLevel)
+        self._bytes: dict[int, bytes] = {}
 
     @staticmethod
     def exists(model_dir: str | Path) -> bool:
-        """True when the folder holds a tokenizer."""
+        """True when the folder holds a tokenizer.json."""
         return (Path(model_dir) / FILE).is_file()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens written out in it count as such."""
+        """Ids of `text`; a special token that is written in it becomes its one id."""
         return self._tokens.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -53,30 +62,30 @@ class Tokenizer:
         return self._tokens.decode(list(ids), skip_special_tokens=True)
 
     def token_text(self, token: int) -> str:
-        """Text of one token, special ones too; U+FFFD where it is part of a character."""
+        """Text of one token, special tokens included; U+FFFD for a part of a character."""
         return self._tokens.decode([token], skip_special_tokens=False)
 
     def apply_chat_template(
         self, messages: Sequence[dict[str, str]], /, **values: object
     ) -> list[int]:
-        """Ids of a conversation [{"role": ..., "content": ...}] that asks for a reply.
+        """Ids of a conversation [{"role": ..., "content": ...}], up to where the reply begins.
 
-        values are handed to the template (`enable_thinking=False`, for example). Raises
-        ConfigError when the checkpoint has no chat template or the template refuses.
+        values are variables of the template (`enable_thinking=False`, for example). Raises
+        ConfigError when the checkpoint has no chat template or the template raises an error.
         """
         import jinja2
 
         try:
-            template, names = self._template
-            said = {**names, **values, "messages": list(messages), "add_generation_prompt": True}
-            text = template.render(said)
+            template, special_tokens = self._template
+            variables = {**special_tokens, **values, "messages": list(messages)}
+            text = template.render(variables, add_generation_prompt=True)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{self._folder}: the chat template refuses: {error}") from error
         return self.encode(text)
 
     @functools.cached_property
     def _template(self) -> tuple[Any, dict[str, Any]]:
-        """The compiled chat template, and the special tokens it may name."""
+        """The compiled chat template, and its variables for special tokens such as eos_token."""
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         path = self._folder / "tokenizer_config.json"
@@ -85,7 +94,7 @@ class Tokenizer:
         source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
         if not isinstance(source, str):
             raise ConfigError(f"{self._folder}: this checkpoint has no chat template")
-        names = {
+        special_tokens = {
             key: value["content"] if isinstance(value, dict) else value
             for key, value in config.items()
             if key.endswith("_token") and isinstance(value, (str, dict))
@@ -94,47 +103,115 @@ class Tokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _refuse
-        return environment.from_string(source), names
+        return environment.from_string(source), special_tokens
 
-    def stream(self) -> Detokenizer:
-        """A decoder for one request's tokens."""
-        return Detokenizer(self)
+    def without_special(self, ids: Sequence[int]) -> list[int]:
+        """The ids that decode() makes text of: neither special nor unknown."""
+        return [
+            id
+            for id in ids
+            if id not in self._special_ids and self._tokens.id_to_token(id) is not None
+        ]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes that a token stands for, special tokens included; b"" for an unknown id.
+
+        Of a byte-level tokenizer these may be a part of a character.
+        """
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._make_bytes(token)
+        return known
+
+    def _make_bytes(self, token: int) -> bytes:
+        if not self._is_byte_level:
+            return self.token_text(token).encode()
+        text = self._tokens.id_to_token(token) or ""
+        try:
+            return bytes(_byte_alphabet()[character] for character in text)
+        except KeyError:  # an added token that holds plain text
+            return text.encode()
+
+    def stream(self) -> ByteLevelDetokenizer | WindowDetokenizer:
+        """A detokenizer for the tokens of one request."""
+        return ByteLevelDetokenizer(self) if self._is_byte_level else WindowDetokenizer(self)
 
 
-class Detokenizer:
-    """Turns tokens into text as they come; the pieces joined equal decode() of all.
+class ByteLevelDetokenizer:
+    """Turns the tokens of a byte-level tokenizer into text while they arrive.
 
-    Decodes a window: the last piece's tokens again, with the new ones behind them, since a token's
-    text may depend on the one before it.
+    The pieces joined equal Tokenizer.decode of all tokens. Bytes that can no longer become a
+    character come out as U+FFFD at once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start, self._done = 0, 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that `ids` complete; "" while a character is unfinished."""
-        self._ids.extend(ids)
-        text = self._pending()
-        if not text or text.endswith(REPLACEMENT):
-            return ""
-        self._start, self._done = self._done, len(self._ids)
-        return text
+        shown = self._tokenizer.without_special(ids)
+        return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, shown)))
 
     def finish(self) -> str:
-        """What is left, an unfinished character as U+FFFD."""
-        text = self._pending()
-        self._start = self._done = len(self._ids)
+        """The text still held back: an unfinished character as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """Turns the tokens of any other tokenizer into text while they arrive.
+
+    The text of a token may depend on the token before it. So the tokens of the last piece are
+    decoded again together with those that follow, and what exceeds the last piece is new. Text that
+    ends in U+FFFD is held back for at most MAX_HELD_TOKENS tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._last: list[int] = []
+        """Tokens of the last piece."""
+        self._held: list[int] = []
+        """Tokens after it, whose text has not come out."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that `ids` complete; "" while a character may be unfinished."""
+        return "".join(map(self._push_one, self._tokenizer.without_special(ids)))
+
+    def finish(self) -> str:
+        """The text still held back: an unfinished character as U+FFFD."""
+        text = self._held_text()
+        self._last, self._held = self._held, []
         return text
 
-    def _pending(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._start : self._done])
-        return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+    def _push_one(self, token: int) -> str:
+        self._held.append(token)
+        text = self._held_text()
+        if text.endswith(REPLACEMENT) and len(self._held) <= MAX_HELD_TOKENS:
+            return ""
+        self._last, self._held = self._held, []
+        return text
+
+    def _held_text(self) -> str:
+        last_text = self._tokenizer.decode(self._last)
+        return self._tokenizer.decode(self._last + self._held)[len(last_text) :]
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte -> that byte.
+
+    Printable characters of Latin-1 stand for themselves; the other bytes, in order, are written as
+    the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
 
 
 def _refuse(message: str) -> NoReturn:
-    """What a template calls to say that a conversation does not fit it."""
+    """The function `raise_exception` of chat templates, which refuse a conversation with it."""
     import jinja2
 
     raise jinja2.TemplateError(message)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
 
 from outrider.model.config import ConfigError
-from outrider.model.text import REPLACEMENT, Tokenizer
+from outrider.model.text import MAX_HELD_TOKENS, REPLACEMENT, Tokenizer
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
+LEAD_OF_THREE = 175
+"""Token of the bundled tokenizer: byte 0xEC, which begins a character of three bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +38,159 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
 def test_a_stream_joins_to_the_whole(text: str, cuts: list[int]) -> None:
-    tokenizer = Tokenizer(TINY) if not _CACHE else _CACHE[0]
-    _CACHE[:] = [tokenizer]
+    tokenizer = tiny()
     ids = tokenizer.encode(text)
+    pieces = streamed(tokenizer, ids, cuts)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any(piece.endswith(REPLACEMENT) for piece in pieces) or REPLACEMENT in text
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
+    """Pieces of a stream that gets `cuts` tokens at a time, then the rest; finish() is the last."""
     stream, pieces, start = tokenizer.stream(), [], 0
     for cut in [*cuts, len(ids)]:
         pieces.append(stream.push(ids[start : start + cut]))
         start += cut
-        assert not pieces[-1].endswith(REPLACEMENT) or REPLACEMENT in text
-    pieces.append(stream.finish())
+    return [*pieces, stream.finish()]
+
+
+@functools.cache
+def tiny() -> Tokenizer:
+    return Tokenizer(TINY)
+
+
+@functools.cache
+def tiny_with_added_tokens() -> Tokenizer:
+    """The bundled tokenizer with added tokens of every kind: special or not, of the byte-level
+    alphabet, outside of it, and partly."""
+    rust = RustTokenizer.from_file(str(TINY / "tokenizer.json"))
+    plain = ["日本", "Ġx y", "ĠĠ", "a b", "ĠÄé漢", "<think>"]
+    rust.add_tokens([AddedToken(text, special=False) for text in plain])
+    rust.add_special_tokens(["<|odd|>", "Ċ", "特"])
+    return saved(rust)
+
+
+def saved(rust: RustTokenizer) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        rust.save(f"{folder}/tokenizer.json")
+        return Tokenizer(folder)
+
+
+BYTES = range(7, 7 + 256)
+"""Ids of the bundled tokenizer's tokens of one byte; 7 special ones come before."""
+ANY_ID = st.one_of(st.integers(0, 4096 + 20), st.sampled_from(BYTES), st.integers(4090, 4110))
+
+
+@settings(max_examples=400, deadline=None)
+@given(ids=st.lists(ANY_ID, max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
+def test_a_stream_of_any_ids_joins_to_the_tokenizers_own_text(
+    ids: list[int], cuts: list[int]
+) -> None:
+    """Bytes that are no character give as many U+FFFD as in the tokenizer's own decoder."""
+    tokenizer = tiny_with_added_tokens()
+    assert "".join(streamed(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xC3, 0x41, 0xFF]), max_size=24)
+)
+def test_at_most_three_bytes_are_held_back(data: list[int]) -> None:
+    tokenizer, seen = tiny(), b""
+    of_byte = {tokenizer.token_bytes(i): i for i in BYTES}
+    stream, text = tokenizer.stream(), ""
+    for byte in data:
+        seen += bytes([byte])
+        text += stream.push([of_byte[bytes([byte])]])
+        shown = [n for n in range(4) if seen[: len(seen) - n].decode(errors="replace") == text]
+        assert shown, f"{text!r} is too little of {seen!r}"
+
+
+def test_what_is_no_character_comes_out_at_once_however_long() -> None:
+    """3,000 of these tokens gave one piece, after 137 s: the window grew with every token."""
+    stream = tiny().stream()
+    pieces = [stream.push([LEAD_OF_THREE]) for _ in range(100_000)]
+    assert pieces == ["", *[REPLACEMENT] * 99_999]
+    assert stream.finish() == REPLACEMENT
+
+
+def test_bytes_of_a_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(LEAD_OF_THREE) == b"\xec"
+    assert tokenizer.token_bytes(2) == b"<|im_end|>"
+    for text in ("naïve", "日本", "🦊"):
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+    added = tiny_with_added_tokens()
+    (id,) = added.encode("日本")
+    assert added.token_bytes(id) == "日本".encode()
+    assert added.token_bytes(10**6) == b""
+
+
+@functools.cache
+def byte_fallback() -> Tokenizer:
+    """In the manner of SentencePiece: ▁ for a space, one token a byte for rare characters."""
+    letters = ["▁", *"abcdefghij", "▁a", "▁b", "cd"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {letter: 256 + i for i, letter in enumerate(letters)}
+    rust = RustTokenizer(
+        models.BPE(vocab, [("▁", "a"), ("▁", "b"), ("c", "d")], byte_fallback=True)
+    )
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    rust.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    rust.add_special_tokens(["</s>"])
+    return saved(rust)
+
+
+@functools.cache
+def word_piece() -> Tokenizer:
+    """In the manner of BERT: ## continues a word, spaces before punctuation are cleaned up."""
+    words = ["[UNK]", "a", "bc", "##bc", "##d", ".", ",", "!", "n't", "##'s"]
+    rust = RustTokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    rust.decoder = decoders.WordPiece()
+    rust.add_special_tokens(["[SEP]"])
+    return saved(rust)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text("ab cdé日🦊", max_size=30), cuts=st.lists(st.integers(1, 5), max_size=30))
+def test_tokenizers_with_byte_fallback_stream_too(text: str, cuts: list[int]) -> None:
+    tokenizer = byte_fallback()
+    ids = tokenizer.encode(text)
+    pieces = streamed(tokenizer, ids, cuts)
     assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any(piece.endswith(REPLACEMENT) for piece in pieces)
 
 
-_CACHE: list[Tokenizer] = []
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(0, 11), max_size=30), cuts=st.lists(st.integers(1, 5), max_size=30))
+def test_word_piece_tokenizers_stream_too(ids: list[int], cuts: list[int]) -> None:
+    """Ids: the words, a special token, and one that the tokenizer does not know."""
+    tokenizer = word_piece()
+    assert "".join(streamed(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("token", [0xEC, 256 + 14], ids=["no character", "special"])
+def test_other_tokenizers_hold_a_bounded_number_of_tokens(token: int) -> None:
+    """Neither bytes that are no character nor tokens without text make the window grow."""
+    tokenizer = byte_fallback()
+    decoded: list[int] = []
+
+    class Counting(Tokenizer):
+        def __init__(self) -> None:
+            self.__dict__ |= tokenizer.__dict__
+
+        def decode(self, ids: Sequence[int]) -> str:
+            decoded.append(len(ids))
+            return tokenizer.decode(ids)
+
+    stream = Counting().stream()
+    for _ in range(500):
+        stream.push([token])
+    assert max(decoded, default=0) <= 2 * (MAX_HELD_TOKENS + 1)
+    assert stream.push([256 + 1]).endswith("a")
 
 
 def test_an_unfinished_character_waits_and_ends_as_a_replacement(tokenizer: Tokenizer) -> None:
