@@ -26,7 +26,8 @@ CONFIGS = {
     "equal heads": {"linear_num_value_heads": 4, "num_hidden_layers": 8},
     "two layers a period": {"full_attention_interval": 2},
 }
-TOLERANCE = 1e-5
+TOLERANCE = 5e-6
+"""Of the largest logit: float32 rounds sums of different orders so far apart on different CPUs."""
 
 
 def logits_by(team: Team, ids: list[int], chunks: list[int]) -> torch.Tensor:
@@ -74,8 +75,8 @@ def case(request, tmp_path_factory):
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
-    error = (got - want).abs().max()
-    assert error < TOLERANCE, f"error {error:.2e}, largest logit {want.abs().max():.2f}"
+    error, largest = (got - want).abs().max(), want.abs().max()
+    assert error < TOLERANCE * largest, f"error {error:.2e}, largest logit {largest:.2f}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -134,7 +135,7 @@ def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) ->
                     at, waiting = at + kept, 6
             return torch.cat(errors).max()
 
-    assert max(team.each(work)) < TOLERANCE
+    assert max(team.each(work)) < TOLERANCE * want.abs().max()
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from outrider.model.text import Tokenizer
 from tests.actors.conftest import VOCAB, Counting, ThreadRanks, limits
 from tests.actors.driver.test_driver import answer
 
-TINY = Path(__file__).parents[2] / "examples" / "tiny"
+TINY = Path(__file__).parents[3] / "examples" / "tiny"
 KEY = "sk-correct"
 
 

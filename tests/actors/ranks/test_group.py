@@ -26,7 +26,7 @@ from outrider.actors.ranks.wire import Address, Postbox, Wire
 from outrider.model.config import ConfigError, load_config
 from outrider.model.plan import memory_plan
 from outrider.model.step import Join, Leave, StepEvent, StepPlan
-from outrider.parallel import device
+from outrider.parallel import devices
 from outrider.parallel.device import DeviceError
 from tests.actors.conftest import Counting, join
 
@@ -327,11 +327,11 @@ def test_a_rank_takes_the_pages_its_device_has_room_for(
         timeout_s=1.0,
     )
     free_bytes = int(memory_plan(model, run).total_bytes(room) / 0.84) + 1
-    monkeypatch.setattr(device, "free_device_bytes", lambda kind, index: free_bytes)
+    monkeypatch.setattr(devices, "free_device_bytes", lambda kind, index: free_bytes)
     if room == 3:
         with pytest.raises(ConfigError, match=r"max_model_len = 200 takes .* too few: lower"):
             settle_pages(setup, 0)
     else:
         assert settle_pages(setup, 0) == min(room, run.num_pages)
-    monkeypatch.setattr(device, "free_device_bytes", lambda kind, index: None)
+    monkeypatch.setattr(devices, "free_device_bytes", lambda kind, index: None)
     assert settle_pages(setup, 0) == run.num_pages
