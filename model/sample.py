@@ -23,11 +23,14 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """seeds, positions [N] int64 -> one number each in (0, 1), float32 [N], 24 bits."""
+    """seeds, positions [N] int64 -> one number each in (0, 1), float32 [N], of 23 random bits.
+
+    With one bit more, the largest number plus one half would need 25 bits and round to 1.0.
+    """
     x = _mix(seeds)
     x = _mix(x ^ _mix((seeds >> 32) + 0x9E3779B9))
     x = _mix(x + _mix(positions + 0x7F4A7C15))
-    return ((x >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    return ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def draw(

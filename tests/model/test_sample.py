@@ -67,3 +67,10 @@ def test_extreme_values_stay_in_the_vocabulary() -> None:
     ties = torch.zeros(1, 5)
     assert one(ties, torch.tensor([1e-6])).tolist() == [0]
     assert one(ties, torch.tensor([1 - 1e-7])).tolist() == [4]
+
+
+def test_uniform_is_never_0_or_1() -> None:
+    """Seed 6 has every leading random bit set at position 521,908, seed 0 none at 2,640,712."""
+    most, least = uniform(torch.tensor([6, 0]), torch.tensor([521_908, 2_640_712]))
+    assert 0.0 < least < 1e-6
+    assert 1.0 - 1e-6 < most < 1.0
