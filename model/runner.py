@@ -64,8 +64,8 @@ class Runner:
         check_pages(run, memory_plan(self.model, run))
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
-            self.iteration = Executor(self.model, run, params, device)
-            ablation.undo(self.iteration)
+            self.executor = Executor(self.model, run, params, device)
+            ablation.undo(self.executor)
         self.run_ahead = device.capabilities.run_ahead
         self.slots: dict[int, RunningRequest] = {}
         self.depth = run.draft_tokens
@@ -125,8 +125,8 @@ class Runner:
                 self.slots[command.slot] = RunningRequest(
                     command, most if wish is None else min(wish, most)
                 )
-                self.iteration.slots.reset(command)
-                self.iteration.states.reset(command.slot)
+                self.executor.slots.reset(command)
+                self.executor.states.reset(command.slot)
             elif self._tenant(command.slot) == command.request:
                 del self.slots[command.slot]
 
@@ -166,11 +166,11 @@ class Runner:
 
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes this rank holds as weights, states and KV; storage that is shared counts once."""
-        return self.iteration.allocated_bytes()
+        return self.executor.allocated_bytes()
 
     def use_drafter(self, drafter: Drafter) -> None:
         """Draft with something else than the checkpoint's MTP layer (tests force drafts)."""
-        self.iteration.drafter = drafter
+        self.executor.drafter = drafter
 
     def _tenant(self, slot: int) -> int | None:
         held = self.slots.get(slot)
@@ -190,13 +190,13 @@ class Runner:
         self._settle_backlog(held, batch)
         if self.run.ablation.sync_each_draft:
             pieces = ablation.synced(self._graphs, self.device, batch)
-            results = self.iteration.iterate(batch, pieces)
+            results = self.executor.iterate(batch, pieces)
         elif batch.sampled is None or self.device.capabilities.sampled_graphs:
             key, needed = batch.key, batch.sampled is None
-            work = partial(self.iteration.iterate, batch)
+            work = partial(self.executor.iterate, batch)
             results = self._graphs.run(key, work, needed=needed)
         else:
-            results = self.iteration.iterate(batch)
+            results = self.executor.iterate(batch)
         for slot in held:
             slot.waiting = batch.num_drafts + 1
             slot.in_flight += 1
@@ -204,7 +204,7 @@ class Runner:
 
     def _settle_backlog(self, held: list[RunningRequest], batch: DecodeBatch) -> None:
         """Before `batch`: have the draft see what it owes, if it drafts or would owe too much."""
-        drafter, most = self.iteration.drafter, max(slot.draft_lag for slot in held)
+        drafter, most = self.executor.drafter, max(slot.draft_lag for slot in held)
         if drafter is None:
             return
         if most and (batch.num_drafts or most > backlog.ROWS - self.run.draft_tokens - 1):
@@ -238,7 +238,7 @@ class Runner:
             num_drafts=k,
             width=width,
             waiting=waiting,
-            num_pages=min(pages_for(reach, run.page_tokens), self.iteration.slots.max_pages),
+            num_pages=min(pages_for(reach, run.page_tokens), self.executor.slots.max_pages),
             sampled=self._ints(sampled) if sampled else None,
             reach=self._reach(held, len(slots), k, width),
             features=features,
@@ -283,7 +283,7 @@ class Runner:
                 num_drafts=k,
                 width=width,
                 waiting=width,
-                num_pages=self.iteration.slots.max_pages,
+                num_pages=self.executor.slots.max_pages,
                 sampled=self._ints(sampled) if sampled else None,
                 reach=reach,
                 features=features,
@@ -355,23 +355,23 @@ class Runner:
         """
         if not self.device.capabilities.prompt_graphs or len(taken) > 1:
             chunk, ending = self._chunk(taken, width)
-            first = self.iteration.prefill(chunk)
+            first = self.executor.prefill(chunk)
         else:
             width = self._prefill_width(width)
             chunk, ending = self._chunk(taken, width)
             first = self._graphs.run(
                 ("prefill", width),
-                partial(self.iteration.prefill, self._standing_chunk(chunk, width)),
+                partial(self.executor.prefill, self._standing_chunk(chunk, width)),
                 needed=False,
             )
         if not ending or first is None:
             return None, ending
-        return self.iteration.pick_firsts(chunk, *first), ending
+        return self.executor.pick_firsts(chunk, *first), ending
 
     def _standing_chunk(self, fresh: PromptChunk, width: int) -> PromptChunk:
         """The chunk whose tensors a captured prefill reads, with these values in them."""
         if width not in self._chunks:
-            most = self.iteration.slots.max_pages
+            most = self.executor.slots.max_pages
             ends = self._ints([0])  # always computed; it means something where a prompt ends
             self._chunks[width] = replace(fresh, num_pages=most, ends=ends)
         chunk = self._chunks[width]

@@ -341,7 +341,9 @@ class Ops(Protocol):
 
         slots, limits [B] int64 (a slot's own K); drafts [B, K], targets [B, R] int64, R = K+1;
         hidden [B, R, H]. -> kept [B] int64 = 1 + length of the agreeing prefix, 1..limit+1. No
-        probability is involved. Slots are distinct, except padding that nobody reads.
+        probability is involved. Slots are distinct, except for the last one of the memory: it is
+        padding, which a batch may hold several times and nobody reads. Its length stays 0, so that
+        its rows never attend to more keys than their own.
         """
         ...
 

@@ -171,7 +171,7 @@ class ForcedDrafter:
             if held is None:
                 continue
             answer = self.answers[tuple(held.prompt)]
-            done = int(self.runner.iteration.slots.length[slot]) - len(held.prompt) + 1
+            done = int(self.runner.executor.slots.length[slot]) - len(held.prompt) + 1
             for i in range(batch.num_drafts):
                 token = answer[done + i] if done + i < len(answer) else 0
                 good = self.right(done + i, i)

@@ -333,6 +333,7 @@ class CpuOps:
         agrees = (drafts == targets[:, :num_drafts]) & offered
         kept = 1 + agrees.to(torch.int64).cumprod(1).sum(1)
         memory.length[slots] += kept
+        memory.length[-1:].zero_()
         memory.kept[slots] = kept
         memory.fold[slots] = kept
         memory.last[slots] = targets.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)

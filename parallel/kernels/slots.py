@@ -91,7 +91,7 @@ def accept_commit(
     _commit_kernel[(rows, batch)](
         slots, drafts, targets, limits, hidden, kept, memory.length, memory.last, memory.kept,
         memory.fold, memory.fresh, memory.hidden, *drafts.stride(), *targets.stride(),
-        memory.fresh.stride(0), *memory.hidden.stride()[:2],
+        memory.fresh.stride(0), *memory.hidden.stride()[:2], len(memory.length) - 1,
         DRAFTS=drafts.shape[1], ROWS=rows, BLOCK=triton.next_power_of_2(rows),
         H=hidden.shape[-1], PIECE=COPY_PIECE, num_warps=4, **overlapped(targets),
     )  # fmt: skip
@@ -178,7 +178,7 @@ def _recall_kernel(
 @triton.jit
 def _commit_kernel(
     slots, drafts, targets, limits, hidden, kept, length, last, kept_of, fold, fresh, stored,
-    draft_b, draft_k, target_b, target_r, fresh_s, stored_s, stored_x,
+    draft_b, draft_k, target_b, target_r, fresh_s, stored_s, stored_x, padding,
     DRAFTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr,
     PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -204,4 +204,5 @@ def _commit_kernel(
         tl.store(kept_of + slot, agreed + 1)
         tl.store(fold + slot, agreed + 1)
         tl.store(last + slot, tl.sum(tl.where(t == agreed, target, 0), 0))
-        tl.store(length + slot, tl.load(length + slot) + agreed + 1)
+        longer = tl.load(length + slot) + agreed + 1
+        tl.store(length + slot, tl.where(slot == padding, 0, longer))

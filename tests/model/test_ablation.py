@@ -98,7 +98,7 @@ def test_nothing_old_runs_by_default(
 
 
 def test_packed_projections_are_those_of_the_merged_matrix(folder: Path) -> None:
-    mixer = Team(folder).runners[0].iteration.target.layers[0].mixer
+    mixer = Team(folder).runners[0].executor.target.layers[0].mixer
     assert isinstance(mixer, GatedDeltaNet)
     x = torch.randn(2, 3, 64)
     packed = ablation.PackedProjections(mixer, open_device("cpu", 0, alone()))

@@ -68,7 +68,7 @@ def outputs(repo, team: Team, depths: list[int]) -> list[Output]:
 
 def each_row_at_once(team: Team) -> Team:
     for runner in team.runners:
-        old = runner.iteration.drafter
+        old = runner.executor.drafter
         assert isinstance(old, MtpDrafter)
         runner.use_drafter(EachRowAtOnce(old.draft, old.head, old.slots))
     return team
@@ -102,7 +102,7 @@ def test_later_drafts_are_the_same(repo, expected, name: str, keys: dict) -> Non
     team = Team(repo / "examples" / "tiny", **KEYS, **keys)
     widths: list[int] = []
     for runner in team.runners:
-        note(runner.iteration.drafter, widths)
+        note(runner.executor.drafter, widths)
     assert outputs(repo, team, DEPTHS[name]) == expected[name]
     assert max(widths) == (ROWS if name == "long without" else 8)
 

@@ -53,7 +53,7 @@ def reference(text, weights, model, hidden, tokens, *, positions=None, swapped=F
 
 def ours(folder, hidden, tokens, chunks, **changes):
     def work(runner):
-        it = runner.iteration
+        it = runner.executor
         with torch.inference_mode():
             join = Join(
                 slot=0, request=0, tokens=[1], pages=list(range(1, 30)), sampling=Sampling()

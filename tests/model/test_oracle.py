@@ -34,7 +34,7 @@ def logits_by(team: Team, ids: list[int], chunks: list[int]) -> torch.Tensor:
     """All logits of `ids`, prefilled in chunks of the given lengths, rank 0's view."""
 
     def work(runner):
-        it: Executor = runner.iteration
+        it: Executor = runner.executor
         pages = list(range(1, 33))
         with torch.inference_mode():
             join = Join(slot=1, request=0, tokens=ids, pages=pages, sampling=Sampling())
@@ -99,7 +99,7 @@ def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) ->
     team = Team(folder, tensor_parallel=size, prefill_chunk=256, draft_tokens=5)
 
     def work(runner):
-        it = runner.iteration
+        it = runner.executor
         errors = []
         with torch.inference_mode():
             for kept in range(1, 7):

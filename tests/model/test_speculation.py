@@ -117,7 +117,7 @@ def test_a_rounded_draft_head_changes_drafts_and_no_token(
     folder, off, tensor_parallel: int
 ) -> None:
     engine = team(folder, 3, tensor_parallel=tensor_parallel, draft_head="fp8")
-    assert engine.runners[0].iteration.drafter.head.weight.dtype == torch.float8_e4m3fn
+    assert engine.runners[0].executor.drafter.head.weight.dtype == torch.float8_e4m3fn
     prompts = [prompt_of(n) for n in (9, 33)]
     outs = engine.generate([(p, Sampling(max_tokens=NUM_NEW)) for p in prompts])
     for prompt, out in zip(prompts, outs, strict=True):
@@ -269,7 +269,7 @@ def test_padding_slots_and_unused_memory_may_hold_nan(folder, off) -> None:
     """Three requests in a batch of eight; the padding slot, its page and all free pages are NaN."""
     prompts = [prompt_of(n, seed=3) for n in (9, 33, 2)]
     engine = team(folder, 3, max_slots=4, batch_buckets=(8,))
-    it = engine.runners[0].iteration
+    it = engine.runners[0].executor
     with torch.inference_mode():
         for pages in (it.pages, it.draft_pages):
             for tensor in pages.tensors():

@@ -92,7 +92,7 @@ def test_norms_and_decay_rates_stay_float32_in_a_bfloat16_run(tmp_path: Path) ->
 def test_a_checkpoint_with_its_own_draft_embedding_uses_it(tmp_path: Path, tied: bool) -> None:
     folder = folder_with(tmp_path, tie_word_embeddings=tied, mtp_use_dedicated_embeddings=True)
     check(folder)
-    it = Team(folder, tensor_parallel=2).runners[1].iteration
+    it = Team(folder, tensor_parallel=2).runners[1].executor
     draft = it.drafter.draft.embed_tokens
     assert draft.data_ptr() != it.target.embed_tokens.data_ptr()
     assert it.drafter.head.weight.data_ptr() != it.head.weight.data_ptr()
@@ -100,7 +100,7 @@ def test_a_checkpoint_with_its_own_draft_embedding_uses_it(tmp_path: Path, tied:
 
 
 def test_tied_bytes_are_stored_once(tmp_path: Path) -> None:
-    it = Team(folder_with(tmp_path), tensor_parallel=2).runners[1].iteration
+    it = Team(folder_with(tmp_path), tensor_parallel=2).runners[1].executor
     table = it.target.embed_tokens
     assert it.drafter.draft.embed_tokens is table
     assert it.drafter.head is it.head

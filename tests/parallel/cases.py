@@ -15,7 +15,7 @@ def commit_case(
     num_drafts: int, batch: int = 5, width: int = 24, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, SlotMemory]:
     """Drafts of which some agree: slots, drafts, targets, limits, hidden, memory of Ops'
-    accept_commit; slots in no order, more of them than the batch has."""
+    accept_commit; slots in no order, more of them than the batch has, the padding slot first."""
     generator = torch.Generator().manual_seed(num_drafts)
 
     def integers(high: int, *shape: int) -> Tensor:
@@ -32,5 +32,7 @@ def commit_case(
         fresh=integers(100, count, rows),
         hidden=torch.zeros(count, rows, width, dtype=dtype),
     )
-    slots = torch.randperm(count, generator=generator)[:batch]
+    padding = torch.tensor([count - 1])
+    slots = torch.randperm(count - 1, generator=generator)[: batch - 1]
+    slots = torch.cat((padding, slots))
     return slots, drafts, targets, integers(num_drafts + 1, batch), hidden, memory

@@ -43,7 +43,8 @@ def test_mtp_input(dtype) -> None:
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 5])
 def test_accept_commit(num_drafts, dtype) -> None:
     slots, drafts, targets, limits, hidden, memory = commit_case(num_drafts, dtype=dtype)
-    there = replace(memory, **{n: getattr(memory, n).to(DEVICE) for n in memory.__slots__})
+    copies = {n: getattr(memory, n).to(DEVICE, copy=True) for n in memory.__slots__}
+    there = replace(memory, **copies)
     inputs = on_device(slots, drafts, targets, limits, hidden)
     want = OPS.accept_commit(slots, drafts, targets, limits, hidden, memory)
     got = kernels.accept_commit(*inputs, there)
