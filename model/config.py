@@ -1,9 +1,10 @@
-"""config.json of a checkpoint -> frozen numbers; and the numbers one run adds to them.
+"""The numbers of a checkpoint, from its config.json, and the numbers that one run adds to them.
 
-    config.json -> ModelConfig       cluster.yaml -> (actors/spec.py) -> RunConfig
+    config.json -> ModelConfig       cluster.yaml -> actors/cluster/spec.py -> RunConfig
 
-Nothing is decided later: a layer, a byte count or a page count is a function of these two.
-Keys and their traps: https://huggingface.co/Qwen (Qwen3.5 config.json), nested or flat.
+Both are frozen. Every layer, byte count and page count is a function of these two alone.
+The config.json of multimodal checkpoints has the text model's keys under `text_config`; that of
+text-only checkpoints has them at the root. Both are read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration",
@@ -22,7 +23,7 @@ TEXT_TYPES = {"qwen3_5_text", "qwen3_5"}
 
 
 class ConfigError(ValueError):
-    """What a user wrote, or a checkpoint holds, cannot be run. The text says what to change."""
+    """A user's setting, or a checkpoint, that cannot be run. The message says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +37,13 @@ class AttentionConfig:
     rope_theta: float
 
     def kv_heads_of(self, size: int) -> int:
-        """Key-value heads each of `size` ranks holds; below one they are repeated."""
+        """Key-value heads on each of `size` ranks: at least one, so some are held by several."""
         return max(1, self.num_kv_heads // size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GdnConfig:
-    """Gated DeltaNet geometry: each value head reads key head `head // (num_v // num_k)`."""
+    """Sizes of the gated delta net; value head i uses key head i // (num_v_heads / num_k_heads)."""
 
     num_k_heads: int
     num_v_heads: int
@@ -52,7 +53,7 @@ class GdnConfig:
     gate: str
     """Activation of the output gate z: "silu" or "sigmoid"."""
     coarse_state: bool = False
-    """The checkpoint is content with a bfloat16 state (mamba_ssm_dtype)."""
+    """True where the checkpoint allows states in bfloat16 (its mamba_ssm_dtype)."""
 
     @property
     def key_dim(self) -> int:
@@ -71,17 +72,20 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     layer_types: tuple[str, ...]
-    """"full_attention" or "linear_attention", one a layer."""
+    """"full_attention" or "linear_attention" for each layer."""
     attention: AttentionConfig
     gdn: GdnConfig
     rms_norm_eps: float
     tie_word_embeddings: bool
+    """True where the LM head is the embedding table. load_config gives what config.json says;
+    weights.settle_head makes it False where the files hold a head that differs."""
     max_position_embeddings: int
     num_mtp_layers: int
     mtp_dedicated_embeddings: bool
     eos_ids: tuple[int, ...]
+    """Ids that end an answer, sorted."""
     source: str = field(default="config.json", compare=False)
-    """Where the numbers came from, for error messages."""
+    """Path of config.json, for error messages."""
 
     @property
     def num_layers(self) -> int:
@@ -89,10 +93,12 @@ class ModelConfig:
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with full attention."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "full_attention")
 
     @cached_property
     def gdn_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a gated delta net."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "linear_attention")
 
     def check_divides(self, size: int) -> None:
@@ -117,35 +123,35 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """Old behaviours (model/ablation.py), each slower and with the same output; for measurements.
+    """Slower behaviours with the same output (model/ablation.py), kept to be measured.
 
-    The two others are speculation.draft_body: sharded and parallel.collective.
+    Two more are settings of their own: speculation.draft_body and parallel.collective.
     """
 
     sync_each_draft: bool = False
-    """Wait for the device after each draft pass; the iteration is then a graph a pass."""
+    """Wait for the device after each draft pass; each pass is then a graph of its own."""
     merge_then_split: bool = False
-    """Pack the delta net's four projections by key head, and unpack them again."""
+    """Compute the delta net's four projections as one matrix packed by key head, then unpack."""
     greedy_probabilities: bool = False
-    """Make, gather and keep the probabilities of greedy rows."""
+    """Compute and gather the probabilities of greedy rows too, which never use them."""
     gather_logits: bool = False
-    """Gather whole logits instead of (value, id) pairs."""
+    """Gather all logits of greedy rows instead of one (value, id) pair a rank."""
     no_graph: bool = False
-    """Launch every operation from the host."""
+    """Launch every operation from the host instead of replaying graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What one engine adds to the checkpoint; the same on every rank."""
+    """What one engine's settings add to the checkpoint; the same on every rank."""
 
     model_dir: str
     dtype: str = "float32"
-    """dtype of weights, activations and KV: "float32" or "bfloat16". States stay float32."""
+    """"float32" or "bfloat16": dtype of weights, activations and KV. States are float32."""
     tensor_parallel: int = 1
     draft_tokens: int = 3
-    """K; 0 leaves the draft unloaded."""
+    """K, drafts an iteration. At 0 the draft is not loaded."""
     auto_depth: bool = False
-    """K is the most; a Plan may say less."""
+    """True where a StepPlan may ask for fewer drafts than draft_tokens."""
     draft_body: str = "local"
     """"local": the whole draft body on every rank; "sharded": over the target's group."""
     draft_head: str = "model"
@@ -154,14 +160,14 @@ class RunConfig:
     max_model_len: int = 2048
     page_tokens: int = 16
     num_pages: int = 0
-    """KV pages a rank holds, the null page included."""
+    """KV pages of a rank, including page 0, which holds no request's tokens."""
     prefill_chunk: int = 512
     batch_buckets: tuple[int, ...] = ()
-    """DecodeBatch sizes an iteration is padded to; empty: no padding."""
+    """Batch sizes that iterations are padded to. Empty: the Runner's own choice."""
     coarse_state: bool = True
-    """States may be rounded to bfloat16 on their way where the checkpoint is content with that."""
+    """Allow states in bfloat16 between passes where the checkpoint allows it too."""
     pin_rows: bool = False
-    """Run K+1 rows a slot even without drafts, so that kernels see the same shapes."""
+    """Run K+1 rows a slot even without drafts, so that every pass has the same shapes."""
     ablation: Ablation = Ablation()
 
     @property
@@ -171,48 +177,47 @@ class RunConfig:
 
 
 def load_config(model_dir: Path) -> ModelConfig:
-    """Read `config.json` (and `generation_config.json` when present) of a Hugging Face folder.
+    """Read config.json of a Hugging Face folder, and end ids from the files beside it, too.
 
-    Raises ConfigError when a file is missing, is not JSON, lacks a key or describes a model
-    outside the Qwen3.5 dense text family.
+    Raises ConfigError when a file is not JSON or lacks a key, when the checkpoint is quantised, and
+    when it is no Qwen3.5 dense text model.
     """
-    path = Path(model_dir) / "config.json"
+    folder = Path(model_dir)
+    path = folder / "config.json"
     root = _read_json(path)
-    text = root.get("text_config", root)
-    names = root.get("architectures") or []
-    if text.get("model_type") not in TEXT_TYPES and not ARCHITECTURES & set(names):
-        raise ConfigError(
-            f"{path}: model_type {text.get('model_type')!r}, architectures {names}: this is not a "
-            f"Qwen3.5 dense text model. Supported: {', '.join(sorted(ARCHITECTURES))}."
-        )
-    need = _Keys(text, path)
+    text = root.get("text_config") or root
+    _check_kind(root, text, path)
+
+    def count(name: str) -> int:
+        value = text.get(name)
+        if not _is_int(value) or value < 1:
+            raise ConfigError(f"{path}: {name} = {value!r}: a whole number above 0 is needed")
+        return value
+
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"{path}: rope_type {rope['rope_type']!r} is not supported: only default")
-    head_dim = need("head_dim")
+    head_dim, vocab_size = count("head_dim"), count("vocab_size")
     theta = rope.get("rope_theta", text.get("rope_theta", 10_000.0))
     factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
-    eos = _eos_ids(text, Path(model_dir) / "generation_config.json")
-    if text.get("attention_bias"):
-        raise ConfigError(f"{path}: attention_bias true: Qwen3.5 has no biases, none are loaded")
     return ModelConfig(
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
-        vocab_size=need("vocab_size"),
-        layer_types=_layer_types(text, need("num_hidden_layers"), path),
+        hidden_size=count("hidden_size"),
+        intermediate_size=count("intermediate_size"),
+        vocab_size=vocab_size,
+        layer_types=_layer_types(text, count("num_hidden_layers"), path),
         attention=AttentionConfig(
-            num_heads=need("num_attention_heads"),
-            num_kv_heads=need("num_key_value_heads"),
+            num_heads=count("num_attention_heads"),
+            num_kv_heads=count("num_key_value_heads"),
             head_dim=head_dim,
             rotary_dim=int(head_dim * factor),
             rope_theta=float(theta),
         ),
         gdn=GdnConfig(
-            num_k_heads=need("linear_num_key_heads"),
-            num_v_heads=need("linear_num_value_heads"),
-            head_k_dim=need("linear_key_head_dim"),
-            head_v_dim=need("linear_value_head_dim"),
-            conv_kernel=need("linear_conv_kernel_dim"),
+            num_k_heads=count("linear_num_key_heads"),
+            num_v_heads=count("linear_num_value_heads"),
+            head_k_dim=count("linear_key_head_dim"),
+            head_v_dim=count("linear_value_head_dim"),
+            conv_kernel=count("linear_conv_kernel_dim"),
             gate=_gate(text.get("output_gate_type"), path),
             coarse_state=_coarse_state(text.get("mamba_ssm_dtype"), path),
         ),
@@ -223,27 +228,14 @@ def load_config(model_dir: Path) -> ModelConfig:
         max_position_embeddings=int(text.get("max_position_embeddings", 32768)),
         num_mtp_layers=int(text.get("mtp_num_hidden_layers") or 0),
         mtp_dedicated_embeddings=bool(text.get("mtp_use_dedicated_embeddings", False)),
-        eos_ids=eos,
+        eos_ids=_eos_ids(root, text, folder, vocab_size),
         source=str(path),
     )
 
 
-class _Keys:
-    """Positive whole numbers of a JSON object, or a ConfigError that names the key."""
-
-    def __init__(self, table: dict[str, Any], path: Path) -> None:
-        self.table, self.path = table, path
-
-    def __call__(self, name: str) -> int:
-        value = self.table.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.path}: {name} = {value!r}: a whole number above 0 is needed")
-        return value
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_text())
+        table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file. `model` in cluster.yaml (or --model) must name a Hugging Face "
@@ -254,6 +246,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: a JSON object is needed, found {type(table).__name__}")
     return table
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_kind(root: dict[str, Any], text: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError for a checkpoint that is of another kind than this engine runs."""
+    names = root.get("architectures") or []
+    if text.get("model_type") not in TEXT_TYPES and not ARCHITECTURES & set(names):
+        raise ConfigError(
+            f"{path}: model_type {text.get('model_type')!r}, architectures {names}: this is not a "
+            f"Qwen3.5 dense text model. Supported: {', '.join(sorted(ARCHITECTURES))}."
+        )
+    quantisation = root.get("quantization_config") or text.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        raise ConfigError(
+            f"{path}: quantization_config has quant_method {method!r}: quantised checkpoints are "
+            f"not supported, by any method. Set `model` to the release without quantisation."
+        )
+    if text.get("attention_bias"):
+        raise ConfigError(f"{path}: attention_bias true: Qwen3.5 has no biases, none are loaded")
 
 
 def _layer_types(text: dict[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
@@ -287,12 +302,53 @@ def _coarse_state(value: str | None, path: Path) -> bool:
     raise ConfigError(f"{path}: mamba_ssm_dtype {value!r}: float32 or bfloat16 is needed")
 
 
-def _eos_ids(text: dict[str, Any], generation: Path) -> tuple[int, ...]:
-    """Ids of both files: generation_config lists the turn end, config.json the text end."""
-    ids: set[int] = set()
-    sources = [text.get("eos_token_id")]
+def _eos_ids(
+    root: dict[str, Any], text: dict[str, Any], folder: Path, vocab_size: int
+) -> tuple[int, ...]:
+    """Ids that end an answer: the union of those that four places name.
+
+    config.json, at its root and in text_config, usually names the end of a text. The tokenizer
+    names the end of a chat turn. generation_config.json names both, but many releases lack it.
+    """
+    found = [(folder / "config.json", table.get("eos_token_id")) for table in (root, text)]
+    generation = folder / "generation_config.json"
     if generation.is_file():
-        sources.append(_read_json(generation).get("eos_token_id"))
-    for value in sources:
-        ids.update(value if isinstance(value, list) else () if value is None else (value,))
-    return tuple(sorted(int(i) for i in ids))
+        found.append((generation, _read_json(generation).get("eos_token_id")))
+    found.append(_tokenizer_eos(folder))
+    ids: set[int] = set()
+    for path, value in found:
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if not _is_int(token) or not 0 <= token < vocab_size:
+                raise ConfigError(
+                    f"{path}: the end token has id {token!r}: a whole number from 0 to "
+                    f"{vocab_size - 1}, the last of the vocabulary, is needed"
+                )
+            ids.add(token)
+    return tuple(sorted(ids))
+
+
+def _tokenizer_eos(folder: Path) -> tuple[Path, int | None]:
+    """The id of tokenizer_config.json's eos_token, and the file that gives it.
+
+    None without an eos_token, and without a file that lists the tokens. Raises ConfigError where
+    the files list tokens and the eos_token is none of them.
+    """
+    config, tokens = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    table = _read_json(config) if config.is_file() else {}
+    eos = table.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if eos is None:
+        return config, None
+    for token, entry in (table.get("added_tokens_decoder") or {}).items():
+        if entry.get("content") == eos:
+            return config, int(token)
+    if not tokens.is_file():
+        return config, None
+    table = _read_json(tokens)
+    for entry in table.get("added_tokens") or []:
+        if entry.get("content") == eos:
+            return tokens, entry["id"]
+    vocab = table.get("model", {}).get("vocab")
+    if not isinstance(vocab, dict) or eos not in vocab:
+        raise ConfigError(f"{config}: eos_token {eos!r} is not a token of {tokens}")
+    return tokens, vocab[eos]

@@ -34,7 +34,7 @@ from outrider.model.plan import (
 )
 from outrider.model.running import InFlightStep, RunningRequest, log_probs_of, padded
 from outrider.model.step import Join, Leave, Progress, Sampling
-from outrider.model.weights import load
+from outrider.model.weights import load, settle_head
 from outrider.parallel.device import Device, Fetched
 from outrider.parallel.graph import Graphs
 
@@ -57,7 +57,7 @@ class Runner:
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         self.run, self.device = run, ablation.old_device(device, run.ablation)
-        model = load_config(Path(run.model_dir))
+        model = settle_head(load_config(Path(run.model_dir)), Path(run.model_dir))
         gdn = replace(model.gdn, coarse_state=model.gdn.coarse_state and run.coarse_state)
         self.model = replace(model, gdn=gdn)
         check_device(run, device.capabilities)

@@ -1,17 +1,18 @@
-"""Checkpoint files -> this rank's tensors, by a table that names every tensor and its cut.
+"""The files of a checkpoint -> the tensors of one rank.
 
     rules(model, run) -> names, shapes, cuts    Checkpoint -> headers    load(...) -> {name: share}
 
-Each rank copies only its own bytes. Every tensor of the files is used once or named as ignored; an
-error lists all differences. Names here are the checkpoint's without `model.language_model.`.
+`rules` is the table of every tensor that a run needs. Each rank copies only its own bytes. Every
+tensor of the files is used or known to be left out; an error lists all differences at once. Names
+here are the checkpoint's without the prefix `model.language_model.`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,27 @@ from outrider.model.config import ConfigError, ModelConfig, RunConfig
 from outrider.parallel.shard import WHOLE, Cut, Part, columns, rows
 
 IGNORED_PREFIXES = ("model.visual.", "visual.")
-"""Vision tower of the nested checkpoints: this is a text engine."""
+"""The vision tower of multimodal checkpoints, which a text engine does not load."""
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+COMPARED_ROWS = 4096
+"""Rows of embedding and head that are in memory at once while they are compared."""
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Types of the files (safetensors' names) whose values are the weights themselves."""
+QUANTISED_SUFFIXES = {
+    "weight_scale_inv": "FP8 with a scale for each block",
+    "weight_offset": "integers with scales and offsets, as of Ascend tools",
+    "weight_packed": "packed integers, as of compressed-tensors",
+    "qweight": "packed integers, as of GPTQ and AWQ",
+    "absmax": "bitsandbytes",
+    "weight_scale": "integers or FP8 with scales",
+}
+"""Ends of the names that quantisation tools put beside or in place of a weight -> the method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One tensor: whole shape, how it is cut over `size` ranks, dtype and what it belongs to."""
+    """One tensor: its whole shape, how `size` ranks share it, its dtype and the part it is of."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,24 +53,26 @@ class Rule:
     part: str
     float32: bool = False
     copies: int = 1
-    """How often it lies in memory: a norm shared by heads is laid out once a head."""
+    """How often a rank holds it: a norm that heads share is stored once for each head."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's share."""
         return self.cut.local_shape(self.shape, self.size)
 
     def num_bytes(self, run: RunConfig) -> int:
-        """Bytes that a rank holds of it once the layers are built."""
+        """Bytes of one rank's share, in all its copies."""
         return math.prod(self.local_shape) * self.dtype(run).itemsize * self.copies
 
     def dtype(self, run: RunConfig) -> torch.dtype:
+        """dtype in memory: the run's, or float32 where the rule says so."""
         return torch.float32 if self.float32 else getattr(torch, run.dtype)
 
 
 def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
-    """Every tensor that one rank of this run holds, in loading order."""
+    """Every tensor that one rank of this run holds, in the order in which they are loaded."""
     size, h, v = run.tensor_parallel, model.hidden_size, model.vocab_size
-    table = [Rule("embed_tokens.weight", (v, h), WHOLE, size, "embedding")]
+    table = [Rule(EMBEDDING, (v, h), WHOLE, size, "embedding")]
     for i, kind in enumerate(model.layer_types):
         prefix = f"layers.{i}."
         table += _block(model, prefix, size, "target layers")
@@ -65,7 +82,7 @@ def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
             table += _gdn(model, f"{prefix}linear_attn.", size)
     table.append(Rule("norm.weight", (h,), WHOLE, size, "target layers", float32=True))
     if not model.tie_word_embeddings:
-        table.append(Rule("lm_head.weight", (v, h), rows(v), size, "head"))
+        table.append(Rule(HEAD, (v, h), rows(v), size, "head"))
     if run.draft_tokens:
         table += _draft(model, run)
     return table
@@ -136,27 +153,26 @@ def _draft(model: ModelConfig, run: RunConfig) -> list[Rule]:
 
 
 class Checkpoint:
-    """The safetensors files of a folder: which tensor lies where, from their headers alone.
+    """The safetensors files of a folder: which tensor lies in which file, from their headers alone.
 
-    Raises ConfigError when there are none, an index names an absent file, or a file is cut short.
+    Raises ConfigError when there are none, when the index names a file that is not there, and when
+    a file is incomplete.
     """
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = Path(model_dir)
-        self.files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self.names: dict[str, tuple[Any, str]] = {}
+        """Name without prefix -> the open file that holds the tensor, and its name there."""
         problems = []
         for path in self._paths():
             try:
-                handle = safe_open(path, framework="pt")
+                file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 problems.append(f"{path}: not a whole safetensors file ({error})")
                 continue
-            self._open[path] = handle
-            self.files.update({self._plain(name): path for name in handle.keys()})
+            self.names.update({self._without_prefix(name): (file, name) for name in file.keys()})
         if problems:
             raise ConfigError("; ".join(problems) + ". Download the checkpoint again.")
-        self._names = {self._plain(n): n for f in self._open.values() for n in f.keys()}
 
     def _paths(self) -> list[Path]:
         index = self.model_dir / INDEX_FILE
@@ -177,43 +193,102 @@ class Checkpoint:
         )
 
     @staticmethod
-    def _plain(name: str) -> str:
+    def _without_prefix(name: str) -> str:
         for prefix in ("model.language_model.", "language_model.", "model."):
             if name.startswith(prefix) and not name.startswith(IGNORED_PREFIXES):
                 return name[len(prefix) :]
         return name
 
     def slice(self, name: str) -> Any:
-        """safetensors' lazy slice of a tensor by its plain name."""
-        return self._open[self.files[name]].get_slice(self._names[name])
+        """safetensors' lazy slice of a tensor: its shape and dtype, and parts of it by index."""
+        file, full_name = self.names[name]
+        return file.get_slice(full_name)
 
-    def check(self, table: Iterable[Rule], ignored: Callable[[str], bool]) -> None:
-        """One ConfigError that lists every missing, unused and wrongly shaped tensor."""
-        wanted = {rule.name: rule for rule in table}
-        missing = sorted(wanted.keys() - self.files.keys())
-        unused = sorted(n for n in self.files.keys() - wanted.keys() if not ignored(n))
-        shaped = [
-            f"{name} is {found}, config.json says {list(rule.shape)}"
-            for name, rule in wanted.items()
-            if name in self.files
-            and (found := list(self.slice(name).get_shape())) != list(rule.shape)
+    def check(self, model: ModelConfig, run: RunConfig) -> None:
+        """Raise one ConfigError that lists every missing, unused and wrongly shaped tensor.
+
+        Of a quantised checkpoint it says just that.
+        """
+        needed = {rule.name: rule for rule in rules(model, run)}
+        if quantisation := self._quantisation(needed.keys()):
+            raise ConfigError(
+                f"{self.model_dir}: this is a quantised checkpoint ({quantisation}). Set `model` "
+                f"to the release without quantisation: {', '.join(PLAIN_DTYPES)} can be loaded."
+            )
+        shapes = [
+            f"{name} is {shape}, config.json says {list(rule.shape)}"
+            for name, rule in needed.items()
+            if name in self.names
+            and (shape := list(self.slice(name).get_shape())) != list(rule.shape)
         ]
-        lines = [
-            f"{title}: {', '.join(names)}"
-            for title, names in (("missing", missing), ("unused", unused), ("shape", shaped))
-            if names
-        ]
+        unused = self.names.keys() - needed.keys()
+        differences = {
+            "missing": self._missing(needed.keys() - self.names.keys(), run),
+            "unused": sorted(name for name in unused if not is_ignored(name, model, run)),
+            "shape": shapes,
+        }
+        lines = [f"{title}: {', '.join(names)}" for title, names in differences.items() if names]
         if lines:
             raise ConfigError(f"{self.model_dir}: weights do not fit. " + "; ".join(lines))
 
+    def _quantisation(self, needed: Iterable[str]) -> str | None:
+        """How the tensors of this checkpoint are quantised; None where they are plain numbers."""
+        dtypes = {name: self.slice(name).get_dtype() for name in needed if name in self.names}
+        quantised = {name: dtype for name, dtype in dtypes.items() if dtype not in PLAIN_DTYPES}
+        endings = {name.rpartition(".")[2] for name in self.names}
+        methods = [method for suffix, method in QUANTISED_SUFFIXES.items() if suffix in endings]
+        if not quantised and not methods:
+            return None
+        reasons = methods[:1]
+        for name, dtype in list(quantised.items())[:1]:
+            more = f", as are {len(quantised) - 1} others" if len(quantised) > 1 else ""
+            reasons.append(f"{name} is {dtype}{more}")
+        return "; ".join(reasons)
+
+    def _missing(self, names: Collection[str], run: RunConfig) -> list[str]:
+        """The missing names; a draft that is missing as a whole is one entry."""
+        if any(name.startswith("mtp.") for name in self.names):
+            return sorted(names)
+        target = sorted(name for name in names if not name.startswith("mtp."))
+        if len(target) == len(names):
+            return target
+        depth = "auto" if run.auto_depth else run.draft_tokens
+        return [
+            *target,
+            f"every mtp.* tensor, so there is no draft, though config.json has one: set "
+            f"speculation.draft_tokens: 0 in cluster.yaml (now {depth})",
+        ]
+
 
 def is_ignored(name: str, model: ModelConfig, run: RunConfig) -> bool:
-    """Tensors that a file may hold and this run leaves alone: vision, an unloaded draft, ties."""
+    """True for a tensor that a file may hold and this run does not load: the vision tower, a draft
+    at K = 0, and a second copy of the embedding under the head's name."""
     return (
         name.startswith(IGNORED_PREFIXES)
         or (name.startswith("mtp.") and not run.draft_tokens)
-        or (name == "lm_head.weight" and model.tie_word_embeddings)
+        or (name == HEAD and model.tie_word_embeddings)
     )
+
+
+def settle_head(model: ModelConfig, model_dir: Path) -> ModelConfig:
+    """The model, untied where config.json ties the head but the files hold one that differs.
+
+    The two tensors are read only where config.json ties the head and the files hold one. A folder
+    without weights leaves the model as config.json has it.
+    """
+    has_weights = any((model_dir / name).is_file() for name in (INDEX_FILE, SINGLE_FILE))
+    if not model.tie_word_embeddings or not has_weights:
+        return model
+    checkpoint = Checkpoint(model_dir)
+    if not {HEAD, EMBEDDING} <= checkpoint.names.keys():
+        return model
+    head, table = checkpoint.slice(HEAD), checkpoint.slice(EMBEDDING)
+    shape = table.get_shape()
+    is_copy = head.get_shape() == shape and all(
+        torch.equal(head[a : a + COMPARED_ROWS].float(), table[a : a + COMPARED_ROWS].float())
+        for a in range(0, shape[0], COMPARED_ROWS)
+    )
+    return model if is_copy else replace(model, tie_word_embeddings=False)
 
 
 def check_weights(model_dir: Path, model: ModelConfig, run: RunConfig) -> None:
@@ -227,8 +302,7 @@ def check_weights(model_dir: Path, model: ModelConfig, run: RunConfig) -> None:
             f"{model.source}: mtp_num_hidden_layers = {model.num_mtp_layers}: this checkpoint has "
             f"no draft. Set speculation.draft_tokens: 0 in cluster.yaml (now {run.draft_tokens})."
         )
-    checkpoint = Checkpoint(model_dir)
-    checkpoint.check(rules(model, run), lambda name: is_ignored(name, model, run))
+    Checkpoint(model_dir).check(model, run)
 
 
 def load(
@@ -238,13 +312,14 @@ def load(
     device: torch.device,
     on_load: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """This rank's share of every tensor, by plain name, in the run's dtype.
+    """This rank's share of every tensor by its name without prefix, in the dtype of its rule.
 
-    on_load is called with (bytes read, bytes in all) after each tensor.
+    on_load is called with (bytes so far, bytes of all tensors) after each tensor. Raises
+    ConfigError as check_weights does.
     """
     table = rules(model, run)
     checkpoint = Checkpoint(Path(run.model_dir))
-    checkpoint.check(table, lambda name: is_ignored(name, model, run))
+    checkpoint.check(model, run)
     sizes = [rule.num_bytes(run) for rule in table]
     done, total, params = 0, sum(sizes), {}
     for rule, num_bytes in zip(table, sizes, strict=True):
@@ -258,7 +333,7 @@ def load(
 
 
 def _read(source: Any, rule: Rule, rank: int, dtype: torch.dtype) -> Tensor:
-    """Copy this rank's spans out of the file: a slice alone would keep all of it mapped."""
+    """A copy of this rank's spans of a tensor; a view would keep the whole file mapped."""
     share = torch.empty(rule.local_shape, dtype=dtype)
     if rule.size == 1 or not rule.cut.parts:
         return share.copy_(source[:])
@@ -270,33 +345,5 @@ def _read(source: Any, rule: Rule, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def head_share(table: Tensor, rank: int, size: int) -> Tensor:
-    """The head slice of a tied table [V, H]: a view, no second copy."""
+    """This rank's rows of a tied head: a view [V / size, H] of the embedding table [V, H]."""
     return rows(table.shape[0]).take(table, rank, size)
-
-
-def resolve_model(name_or_dir: str) -> Path:
-    """A local folder as it is; a hub id through huggingface_hub (its cache first).
-
-    Raises ConfigError when the folder is missing, or the hub cannot be reached.
-    """
-    path = Path(name_or_dir).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    looks_local = name_or_dir.startswith(("/", ".", "~")) or name_or_dir.count("/") != 1
-    if looks_local or (path.parent.is_dir() and str(path.parent) != "."):
-        raise ConfigError(
-            f"model = {name_or_dir!r}: no such folder. Set `model` in cluster.yaml or --model to a "
-            f"Hugging Face model folder, or to a hub id like owner/name."
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
-    try:
-        return Path(snapshot_download(name_or_dir, allow_patterns=wanted))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"model = {name_or_dir!r}: neither a local folder nor in the hub's cache, and the hub "
-            f"could not be reached, or refused ({type(error).__name__}: {str(error)[:200]}). "
-            f"Download it on a machine with a network and set `model` to the folder."
-        ) from None

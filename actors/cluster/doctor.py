@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -23,6 +22,7 @@ from typing import Literal
 from outrider.actors.cluster.kinds import RANK_ENV, VISIBLE, free_host_bytes
 from outrider.actors.cluster.spec import Spec
 from outrider.model.config import ConfigError, load_config
+from outrider.model.folder import local_folder
 from outrider.parallel import affinity
 
 State = Literal["ok", "warning", "error"]
@@ -207,11 +207,14 @@ def _rank_environment(spec: Spec, environ: Mapping[str, str]) -> Iterator[Check]
 
 
 def _checkpoint(spec: Spec) -> Iterator[Check]:
-    folder = Path(spec.model).expanduser()
-    if not folder.is_dir():
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", spec.model) is not None
-        advice = "it is looked up and downloaded at start" if hub else "set model to a folder"
-        yield Check("checkpoint", "warning" if hub else "error", f"no folder {folder}", advice)
+    try:
+        folder = local_folder(spec.model)
+    except ConfigError as error:
+        yield Check("checkpoint", "error", str(error), "set model to a folder")
+        return
+    if folder is None:
+        advice = "it is looked up and downloaded at start"
+        yield Check("checkpoint", "warning", f"no folder {spec.model}", advice)
         return
     try:
         model = load_config(folder)

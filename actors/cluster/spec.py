@@ -22,6 +22,7 @@ from outrider.actors.cluster.kinds import (
     free_host_bytes,
 )
 from outrider.model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
+from outrider.model.folder import resolve_model
 from outrider.model.step import MAX_DRAFT_TOKENS
 from outrider.parallel import affinity
 
@@ -251,8 +252,15 @@ class Spec:
         """
         from outrider.model import weights
 
-        model_dir = weights.resolve_model(self.model)
-        model = load_config(model_dir)
+        model_dir = resolve_model(self.model)
+        stated = load_config(model_dir)
+        model = weights.settle_head(stated, model_dir)
+        if model != stated:
+            warnings.warn(
+                f"{stated.source}: tie_word_embeddings is true, but the checkpoint holds an "
+                f"lm_head.weight that differs from the embedding: it is used",
+                stacklevel=3,
+            )
         model.check_divides(self.parallel.tensor_parallel)
         run = self.run_config(model, model_dir, 0)
         if check_weights:

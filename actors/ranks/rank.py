@@ -202,13 +202,15 @@ def settle_pages(setup: RankSetup, index: int) -> int:
 
     The engine has seen to it for CPU ranks. Raises ConfigError, by how much memory is too little.
     """
+    from outrider.model.weights import settle_head
     from outrider.parallel.devices import free_device_bytes
 
     free_bytes = free_device_bytes(setup.device, index)
     if free_bytes is None:
         return setup.run.num_pages
     folder = Path(setup.run.model_dir)
-    return setup.spec.resolve_pages(load_config(folder), folder, free_bytes)
+    model = settle_head(load_config(folder), folder)
+    return setup.spec.resolve_pages(model, folder, free_bytes)
 
 
 def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:

@@ -10,6 +10,8 @@ import pytest
 from outrider.model.config import ConfigError, load_config
 from tests import checkpoints
 
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+
 
 def write(folder: Path, root: dict, generation: dict | None = None) -> Path:
     (folder / "config.json").write_text(json.dumps(root))
@@ -47,9 +49,83 @@ def test_the_tie_is_read_from_either_place(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, root)).tie_word_embeddings
 
 
-def test_both_files_give_end_ids(tmp_path: Path) -> None:
-    folder = write(tmp_path, checkpoints.config(eos_token_id=5), {"eos_token_id": [7, 5]})
-    assert load_config(folder).eos_ids == (5, 7)
+def test_the_bundled_checkpoint_ends_chats_without_its_generation_config(tmp_path: Path) -> None:
+    """config.json has the end of a text, 0; the end of a chat turn, 2, is the tokenizer's eos."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TINY / name).read_bytes())
+    assert load_config(tmp_path).eos_ids == load_config(TINY).eos_ids == (0, 2)
+
+
+def test_end_ids_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
+    root = {"text_config": checkpoints.config(eos_token_id=5), "eos_token_id": [9, 5]}
+    folder = write(tmp_path, root, {"eos_token_id": [7, 5]})
+    assert load_config(folder).eos_ids == (5, 7, 9)
+    with_eos(folder, eos_token="<end>", added_tokens_decoder={"11": {"content": "<end>"}})
+    assert load_config(folder).eos_ids == (5, 7, 9, 11)
+
+
+@pytest.mark.parametrize("eos", ["<end>", {"content": "<end>", "lstrip": False}])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"added_tokens": [{"id": 3, "content": "<x>"}, {"id": 13, "content": "<end>"}]},
+        {"added_tokens": [], "model": {"vocab": {"a": 0, "<end>": 13}}},
+    ],
+)
+def test_the_tokenizers_end_is_looked_up_in_its_files(
+    tmp_path: Path, eos: object, tokenizer: dict
+) -> None:
+    folder = with_eos(write(tmp_path, checkpoints.config(eos_token_id=5)), eos_token=eos)
+    assert load_config(folder).eos_ids == (5,), "no file says which id it has"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_config(folder).eos_ids == (5, 13)
+
+
+def test_a_tokenizer_without_an_end_adds_none(tmp_path: Path) -> None:
+    folder = with_eos(write(tmp_path, checkpoints.config(eos_token_id=None)), eos_token=None)
+    assert load_config(folder).eos_ids == ()
+
+
+def test_an_end_that_is_no_token_is_named(tmp_path: Path) -> None:
+    folder = with_eos(write(tmp_path, checkpoints.config()), eos_token="<end>")
+    (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {}}}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json: eos_token '<end>' is not a"):
+        load_config(folder)
+
+
+@pytest.mark.parametrize("value", [160, -1, "2", True, [1, 2.0]])
+def test_an_end_outside_the_vocabulary_is_refused(tmp_path: Path, value: object) -> None:
+    folder = write(tmp_path, checkpoints.config(), {"eos_token_id": value})
+    with pytest.raises(ConfigError, match=r"generation_config.json: .* from 0 to 159"):
+        load_config(folder)
+
+
+def with_eos(folder: Path, **table: object) -> Path:
+    (folder / "tokenizer_config.json").write_text(json.dumps(table))
+    return folder
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"),
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "ours", "bits": 4}, "'ours'"),
+        ({"bits": 4}, "None"),
+        ("int8", "None"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_its_method(
+    tmp_path: Path, table: object, named: str, nested: bool
+) -> None:
+    root: dict = {"text_config": checkpoints.config()}
+    (root["text_config"] if nested else root)["quantization_config"] = table
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, root))
+    for words in (f"quant_method {named}", "quantised", "release without", str(tmp_path)):
+        assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_old_rope_keys_are_read_at_text_level(tmp_path: Path) -> None:
@@ -93,7 +169,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 def test_ranks_that_do_not_divide_are_refused_with_the_counts(
     tmp_path: Path, size: int, name: str
 ) -> None:
-    model = load_config(write(tmp_path, checkpoints.config(vocab_size=156)))
+    model = load_config(write(tmp_path, checkpoints.config(vocab_size=156, eos_token_id=155)))
     model.check_divides(2)
     with pytest.raises(ConfigError, match=name) as caught:
         model.check_divides(size)

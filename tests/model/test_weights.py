@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import outrider.model.weights
 from outrider.model.config import ConfigError, RunConfig, load_config
-from outrider.model.weights import check_weights, load, resolve_model
+from outrider.model.plan import memory_plan
+from outrider.model.weights import check_weights, load, settle_head
 from tests import checkpoints
 from tests.ranks import Team
 
@@ -38,6 +40,135 @@ def test_all_differences_come_in_one_error(tmp_path: Path) -> None:
                  "layers.9.surprise", "missing", "unused", "shape"):  # fmt: skip
         assert word in str(caught.value)
     assert "visual" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_draft_that_the_saver_dropped_is_one_line_with_the_way_out(
+    tmp_path: Path, num_files: int
+) -> None:
+    text = checkpoints.config()
+    weights = checkpoints.random_weights(text)
+    weights = {name: t for name, t in weights.items() if not name.startswith("mtp.")}
+    folder = checkpoints.write(tmp_path, text, weights, num_files=num_files)
+    with pytest.raises(ConfigError) as caught:
+        check(folder, draft_tokens=4)
+    message = str(caught.value)
+    assert "speculation.draft_tokens: 0 in cluster.yaml (now 4)" in message
+    assert message.count("mtp.") == 1, "not a list of its tensors"
+    with pytest.raises(ConfigError, match=r"\(now auto\)"):
+        check(folder, draft_tokens=5, auto_depth=True)
+    check(folder, draft_tokens=0)
+
+
+QUANTISED = {
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+    "int32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@pytest.mark.parametrize("dtype", QUANTISED.values(), ids=QUANTISED.keys())
+def test_weights_that_are_no_plain_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They loaded as the plain numbers that their codes happen to be."""
+    weights = checkpoints.random_weights(checkpoints.config())
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"):
+        weights[name] = weights[name].to(dtype)
+    folder = folder_with(tmp_path, weights)
+    run = RunConfig(model_dir=str(folder), num_pages=8)
+    for attempt in (
+        lambda: check(folder),
+        lambda: load(load_config(folder), run, 0, torch.device("cpu")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        stored = str(dtype).removeprefix("torch.").split("_")[0]
+        kind = {"float8": "F8_", "bool": "BOOL", "uint8": "U8", "int8": "I8", "int32": "I32"}
+        for words in ("layers.1.mlp.up_proj.weight is " + kind[stored], "as are 1 others",
+                      "quantised checkpoint", "BF16"):  # fmt: skip
+            assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "method"),
+    [("qweight", "GPTQ"), ("weight_scale_inv", "FP8"), ("weight_offset", "Ascend")],
+)
+def test_a_quantised_checkpoint_is_known_by_what_lies_beside_its_weights(
+    tmp_path: Path, suffix: str, method: str
+) -> None:
+    """Without quantization_config: one line, not a list of all tensors that have another name."""
+    weights = checkpoints.random_weights(checkpoints.config())
+    weights[f"model.layers.0.mlp.up_proj.{suffix}"] = torch.zeros(2)
+    if suffix == "qweight":
+        del weights["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(ConfigError, match=f"quantised checkpoint.*{method}") as caught:
+        check(folder_with(tmp_path, weights))
+    assert "missing" not in str(caught.value)
+
+
+def test_float64_and_float16_files_load(tmp_path: Path) -> None:
+    weights = checkpoints.random_weights(checkpoints.config())
+    for name, dtype in (("model.norm.weight", torch.float64), ("mtp.fc.weight", torch.float16)):
+        weights[name] = weights[name].to(dtype)
+    folder = folder_with(tmp_path, dict(weights))
+    run = RunConfig(model_dir=str(folder), num_pages=8)
+    params = load(load_config(folder), run, 0, torch.device("cpu"))
+    assert torch.equal(params["norm.weight"], weights["model.norm.weight"].float())
+    assert torch.equal(params["mtp.fc.weight"], weights["mtp.fc.weight"].float())
+
+
+def tied_with_a_head(tmp_path: Path, change: float, **changes: object) -> Path:
+    """config.json ties; the files hold a head, equal to the embedding but for `change` in one
+    number of its last row."""
+    text = checkpoints.config(tie_word_embeddings=True, **changes)
+    weights = checkpoints.random_weights(text)
+    head = weights["model.embed_tokens.weight"].clone()
+    head[-1, -1] += change
+    return checkpoints.write(tmp_path, text, weights | {"lm_head.weight": head})
+
+
+def test_a_tied_checkpoints_own_head_is_used(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(outrider.model.weights, "COMPARED_ROWS", 48)  # several pieces, one uneven
+    folder = tied_with_a_head(tmp_path, 2.0)
+    stated = load_config(folder)
+    model = settle_head(stated, folder)
+    assert stated.tie_word_embeddings
+    assert not model.tie_word_embeddings
+    check_weights(folder, model, RunConfig(model_dir=str(folder), num_pages=8))
+    team = Team(folder, tensor_parallel=2)
+    it = team.runners[1].executor
+    assert it.head.weight[-1, -1] == it.target.embed_tokens[-1, -1] + 2.0
+    assert it.drafter.head is it.head
+    assert team.runners[1].allocated_bytes()["weights"] == (
+        memory_plan(model, team.run_config).weight_bytes
+    )
+
+
+def test_a_tied_checkpoints_equal_head_is_shared(tmp_path: Path) -> None:
+    folder = tied_with_a_head(tmp_path, 0.0)
+    model = load_config(folder)
+    assert settle_head(model, folder) == model
+    check(folder)
+    it = Team(folder, tensor_parallel=2).runners[1].executor
+    assert it.head.weight.data_ptr() == it.target.embed_tokens[80:].data_ptr()
+
+
+def test_a_tied_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    text = checkpoints.config(tie_word_embeddings=True)
+    weights = checkpoints.random_weights(text) | {"lm_head.weight": torch.zeros(3, 64)}
+    folder = checkpoints.write(tmp_path, text, weights)
+    model = settle_head(load_config(folder), folder)
+    with pytest.raises(ConfigError, match=r"lm_head.weight is \[3, 64\]"):
+        check_weights(folder, model, RunConfig(model_dir=str(folder), num_pages=8))
+
+
+def test_a_folder_without_weights_leaves_the_tie_as_it_is_stated(tmp_path: Path) -> None:
+    """`outrider plan` needs config.json alone."""
+    folder = tied_with_a_head(tmp_path, 2.0)
+    (folder / "model.safetensors").unlink()
+    assert settle_head(load_config(folder), folder).tie_word_embeddings
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
@@ -114,14 +245,3 @@ def test_loading_reports_bytes_up_to_the_total(tmp_path: Path) -> None:
     load(load_config(folder), run, 0, torch.device("cpu"), lambda *done: seen.append(done))
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] > 0
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c"])
-def test_a_missing_folder_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        resolve_model(name)
-
-
-def test_a_hub_id_without_a_network_says_so() -> None:
-    with pytest.raises(ConfigError, match="hub could not be reached"):
-        resolve_model("outrider-test/not-there")

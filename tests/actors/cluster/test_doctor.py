@@ -74,6 +74,7 @@ def test_a_machine_that_has_everything_is_runnable(machine: Path, repo: Path) ->
         ({"RAY_worker_niceness": "15"}, {}, "ray.niceness", "warning", "RAY_worker_niceness=0"),
         ({}, {"object_store_bytes": 1 << 60}, "memory.shm", "warning", "--shm-size"),
         ({}, {"model": "/nowhere/x"}, "checkpoint", "error", "folder"),
+        ({}, {"model": __file__}, "checkpoint", "error", "folder"),
         ({}, {"model": "Qwen/Qwen3.5-2B"}, "checkpoint", "warning", "downloaded"),
         ({}, {"tensor_parallel": 3}, "checkpoint.config", "error", "named"),
         ({}, {"device": "cuda"}, "device.driver", "error", "NVIDIA"),

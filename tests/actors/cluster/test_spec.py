@@ -16,9 +16,11 @@ from outrider.actors.cluster import spec as spec_module
 from outrider.actors.cluster.kinds import NPU_MAX_ROWS, NPU_PAGE_TOKENS
 from outrider.actors.cluster.reader import load_spec, parse_set
 from outrider.actors.cluster.spec import Spec
+from outrider.actors.engine import limits_of
 from outrider.model.config import ConfigError, load_config
 from outrider.model.plan import memory_plan
 from outrider.parallel import affinity
+from tests import checkpoints
 
 HERE = frozenset({0, 1, 2, 3, 4})
 
@@ -305,6 +307,31 @@ def test_open_model_checks_the_checkpoint_against_the_spec(planted_tiny: Path) -
         made(model=str(planted_tiny), tensor_parallel=3).open_model()
     with pytest.raises(ConfigError, match="no such folder"):
         made(model=str(planted_tiny / "nope")).open_model()
+
+
+def test_a_tied_checkpoints_own_head_is_used_with_a_notice(tmp_path: Path) -> None:
+    text = checkpoints.config(tie_word_embeddings=True)
+    weights = checkpoints.random_weights(text)
+    head = weights["model.embed_tokens.weight"].flip(0)
+    checkpoints.write(tmp_path, text, weights | {"lm_head.weight": head})
+    spec = made(model=str(tmp_path), dtype="float32")
+    with pytest.warns(UserWarning, match=r"lm_head\.weight that differs .* it is used"):
+        model_dir, model = spec.open_model()
+    tied, untied = (
+        memory_plan(one, spec.run_config(one, model_dir, 0))
+        for one in (load_config(tmp_path), model)
+    )
+    assert "head" not in tied.parts
+    assert untied.weight_bytes - tied.weight_bytes == untied.parts["head"] == head.nbytes // 2
+
+
+def test_limits_hold_the_tokenizers_end(tmp_path: Path, repo: Path) -> None:
+    for file in (repo / "examples" / "tiny").iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    spec = made(model=str(tmp_path))
+    model_dir, model = spec.open_model()
+    assert limits_of(spec, model, spec.run_config(model, model_dir, 8)).eos_ids == (0, 2)
 
 
 def test_nothing_warns_when_nothing_is_wrong(repo: Path) -> None:
