@@ -27,13 +27,11 @@ from outrider.actors.cluster.placement import Cluster, bundle_options, bundles, 
 from outrider.actors.cluster.reader import load_spec
 from outrider.actors.cluster.spec import Spec
 from outrider.actors.driver.actor import DriverActor
-from outrider.actors.driver.assembly import DriverSetup
+from outrider.actors.driver.assembly import DriverSetup, limits_of
 from outrider.actors.driver.client import EngineClient
-from outrider.actors.driver.messages import Chunk, Completion, Request, RequestStats
-from outrider.actors.driver.scheduler import Limits
+from outrider.actors.driver.messages import Chunk, Completion, GenerationRequest, RequestStats
 from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
 from outrider.model.config import ModelConfig, RunConfig
-from outrider.model.plan import overshoot_rows
 from outrider.model.step import Sampling
 
 __all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
@@ -118,15 +116,15 @@ class Engine:
         return engine
 
     def _open(self, setup: DriverSetup, report: OnProgress | None) -> list[str]:
-        """The line to the driver, then its start; returns what the user should be warned of."""
+        """Connect to the driver and start it; returns warnings for the user."""
         node = ray.get_runtime_context().get_node_id()
-        self._client = line = EngineClient(_get(self._driver.open.remote(node)))
+        self._client = client = EngineClient(_get(self._driver.open.remote(node)))
         self._call = self._driver.start.remote(setup)
         while report and not ray.wait([self._call], timeout=POLL_S)[0]:
-            report(*line.loaded)
+            report(*client.loaded)
         notes = _get(self._call)
         self._call = self._driver.run.remote()
-        line.watch(self._call.future())
+        client.watch(self._call.future())
         return notes
 
     def generate(
@@ -145,7 +143,9 @@ class Engine:
         texts = _as_prompts(prompts)
         settings = _as_samplings(sampling, len(texts))
         requests = [
-            Request(prompt=prompt, sampling=one, key=secrets.token_hex(8), stop=tuple(stop))
+            GenerationRequest(
+                prompt=prompt, sampling=one, key=secrets.token_hex(8), stop=tuple(stop)
+            )
             for prompt, one in zip(texts, settings, strict=True)
         ]
         with self._aborting(requests):
@@ -164,7 +164,7 @@ class Engine:
         key: the name under which `abort` finds it.
         """
         (only,) = _as_prompts(prompt)
-        request = Request(
+        request = GenerationRequest(
             prompt=only,
             sampling=sampling or Sampling(),
             key=key or secrets.token_hex(8),
@@ -215,7 +215,7 @@ class Engine:
         return self._client
 
     @contextlib.contextmanager
-    def _aborting(self, requests: Sequence[Request]) -> Iterator[None]:
+    def _aborting(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
         """Requests end with their caller: Ctrl-C, an error, a dropped iterator."""
         try:
             yield
@@ -223,21 +223,6 @@ class Engine:
             if self._client is not None and not isinstance(error, (RequestError, EngineDeadError)):
                 self._client.abort([request.key for request in requests])
             raise
-
-
-def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
-    """What bounds a request of this engine."""
-    return Limits(
-        max_slots=run.max_slots,
-        max_model_len=run.max_model_len,
-        max_queue=spec.limits.max_queue,
-        num_pages=run.num_pages,
-        page_tokens=run.page_tokens,
-        draft_tokens=run.draft_tokens,
-        overshoot_rows=overshoot_rows(run.draft_tokens),
-        vocab_size=model.vocab_size,
-        eos_ids=model.eos_ids,
-    )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """The errors that cross from the engine to whoever asked it.
 
-    RequestError, QueueFullError: one request    EngineDeadError, EngineClosedError: the engine
+    RequestError, QueueFullError, RequestAbortedError, RequestFailedError: of one request
+    EngineDeadError, EngineClosedError: of the engine
 Each travels by its class name and its message (driver/messages.py, `Failure`).
 """
 
@@ -15,8 +16,12 @@ class QueueFullError(RequestError):
     """`limits.max_queue` requests wait already: try again later."""
 
 
-class EngineDeadError(RuntimeError):
-    """The ranks are gone; every request that was under way ends with this. `detail`: traceback."""
+class RequestAbortedError(RuntimeError):
+    """The request was aborted by its caller."""
+
+
+class DetailedError(RuntimeError):
+    """An error whose cause lies in another process. `detail`: its traceback there, or empty."""
 
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
@@ -26,12 +31,16 @@ class EngineDeadError(RuntimeError):
         return type(self), (str(self), self.detail)
 
 
+class RequestFailedError(DetailedError):
+    """A fault of ours met one request. The engine and all other requests go on."""
+
+
+class EngineDeadError(DetailedError):
+    """The ranks are gone; every request that was not complete ends with this."""
+
+
 class EngineClosedError(EngineDeadError):
-    """The engine was closed while the request was under way, or before it came."""
-
-
-class RequestAbortedError(RuntimeError):
-    """The request was aborted by its caller."""
+    """The engine was closed before the request was complete, or before it came."""
 
 
 class DivergenceError(RuntimeError):

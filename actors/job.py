@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from outrider.actors.cluster.reader import parse_set
+from outrider.actors.driver.assembly import limits_of
 from outrider.actors.driver.scheduler import Limits
-from outrider.actors.engine import Engine, limits_of
+from outrider.actors.engine import Engine
 from outrider.actors.errors import EngineDeadError, RequestError
 from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings, parse
 from outrider.actors.http.responses import usage_of

@@ -34,8 +34,7 @@ from outrider.actors.cluster.placement import (
 )
 from outrider.actors.cluster.reader import load_spec, parse_set
 from outrider.actors.cluster.spec import DEFAULT_FILE, Spec
-from outrider.actors.driver.assembly import DriverSetup, assemble
-from outrider.actors.engine import limits_of
+from outrider.actors.driver.assembly import DriverSetup, assemble, limits_of
 from outrider.actors.http.endpoints import Endpoints
 from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.text import Tokenizer
@@ -73,9 +72,11 @@ class Replica:
         for note in notes + self._ranks.notes():
             log.warning(note)
         log.info("%s", self._mode["line"])
+        text = self._driver.text
+        assert text is None or isinstance(text, Tokenizer)
         self._endpoints = Endpoints(
             self._driver,
-            Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None,
+            text,
             serve=spec.serve,
             model=spec.serve.model_id or model_dir.name,
             about=self._about,
@@ -98,7 +99,6 @@ class Replica:
     def _about(self) -> dict[str, Any]:
         return {
             **self._mode,
-            "epoch": self._ranks.epoch,
             "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
             "ranks": self._ranks.stats(),
         }

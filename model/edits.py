@@ -48,13 +48,14 @@ NO_FEATURES = SamplingFeatures()
 class LogitEdits:
     """Penalties, bias and bans of each slot, and the text that they count in."""
 
-    def __init__(self, num_slots: int, positions: int, device: Device) -> None:
+    def __init__(self, num_slots: int, positions: int, device: Device, *, num_eos: int) -> None:
+        """num_eos: token ids that end an answer of this model beside a request's own."""
         where, self._send = device.torch_device, device.send
         self.text = torch.zeros(num_slots, positions, dtype=torch.int64, device=where)
         self.prompt = torch.zeros(num_slots, dtype=torch.int64, device=where)
         self.presence, self.frequency = torch.zeros(2, num_slots, device=where)
         self.repetition = torch.ones(num_slots, device=where)
-        shape = (num_slots, MAX_LOGIT_BIAS + MAX_STOP_IDS)
+        shape = (num_slots, MAX_LOGIT_BIAS + MAX_STOP_IDS + num_eos)
         self.ids = torch.zeros(shape, dtype=torch.int64, device=where)
         self.values = torch.zeros(shape, device=where)
         self.until = torch.zeros(shape, dtype=torch.int64, device=where)
@@ -67,7 +68,7 @@ class LogitEdits:
         if not how.edits and slot not in self._used:
             return
         (self._used.add if how.edits else self._used.discard)(slot)
-        banned = how.stop_ids if how.min_tokens else ()
+        banned = join.end_ids if how.min_tokens else ()
         added = [*how.logit_bias, *((token, float("-inf")) for token in banned)]
         until = [ALWAYS] * len(how.logit_bias) + [how.min_tokens] * len(banned)
         padding = self.ids.shape[1] - len(added)

@@ -457,7 +457,7 @@ class Runner:
             return []
         slot.in_flight -= 1
         tokens = tokens[: slot.remaining]
-        stop = next((i for i, t in enumerate(tokens) if t in join.sampling.stop_ids), None)
+        stop = next((i for i, t in enumerate(tokens) if t in join.end_ids), None)
         if stop is not None:
             tokens = tokens[: stop + 1]
         slot.emitted += len(tokens)

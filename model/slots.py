@@ -45,7 +45,7 @@ class SlotTensors:
         self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
         self.seed, self.top_k = integers(slots), integers(slots)
         self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
-        self.edits = LogitEdits(slots, positions, device)
+        self.edits = LogitEdits(slots, positions, device, num_eos=len(model.eos_ids))
         self.backlog = Backlog(slots if run.draft_tokens else 0, self.hidden)
 
     def tensors(self) -> list[Tensor]:

@@ -104,7 +104,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Put a request into a free slot. `sampling` has its seed, and the EOS ids in `stop_ids`."""
+    """Put a request into a free slot. Its `sampling` has a seed."""
 
     slot: int
     request: int
@@ -113,6 +113,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     pages: list[int]
     """KV pages in order; they cover prompt + max_tokens + the rows an iteration may overshoot."""
     sampling: Sampling
+    end_ids: list[int] = []
+    """Token ids that end the answer: the request's stop ids, and EOS unless it is ignored."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -142,7 +144,7 @@ class Progress(msgspec.Struct, frozen=True):
     tokens: list[int]
     drafted: int = 0
     accepted: int = 0
-    """Of `drafted`, those the target agreed with, also past an end of sequence."""
+    """Of `drafted`, those the target agreed with, also behind the end of the answer."""
     verified: bool = True
     """False for the first token, which the prefill yields without a verify pass."""
     logprobs: list[list[tuple[int, float]]] = []

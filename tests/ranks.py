@@ -51,7 +51,14 @@ class BlockAllocator:
         need = len(prompt) + sampling.max_tokens + overshoot_rows(self.run.draft_tokens)
         pages = [self.free.pop() for _ in range(pages_for(need, self.run.page_tokens))]
         self.held[request], self.outputs[request] = pages, Output()
-        return Join(slot=slot, request=request, tokens=list(prompt), pages=pages, sampling=sampling)
+        return Join(
+            slot=slot,
+            request=request,
+            tokens=list(prompt),
+            pages=pages,
+            sampling=sampling,
+            end_ids=list(sampling.stop_ids),
+        )
 
     def book(self, progress: Sequence[Progress]) -> list[int]:
         """Add tokens; returns slots that became free."""

@@ -21,23 +21,26 @@ from outrider.actors.ranks.wire import Address, Postbox
 
 
 class DriverProcess:
-    """A Driver, its ranks and its desk, from open to stop."""
+    """A Driver, its ranks and its server, from open to the end. Plain: it needs no actor."""
 
     async def open(self, here: bool, host: str) -> Address:
+        """Where to reach this driver. here: its Engine is on this machine; host: address if not."""
         self._post = Postbox(zmq.asyncio.Context(io_threads=1), limit_bytes=-1)
         self._wire, address = self._post.listen(None if here else host)
         return address
 
     async def start(self, setup: DriverSetup) -> list[str]:
+        """Returns when requests may come, with warnings for the user. EngineClosedError when the
+        Engine says stop before that."""
         await self._wire.receive_async(Hello)
         self._post.hide()
         self._ranks, self._driver, notes = assemble(setup)
-        desk = DriverServer(self._wire, self._driver, self._about)
-        self._serving = asyncio.ensure_future(desk.serve())
-        telling = asyncio.ensure_future(desk.report(lambda: self._ranks.loaded_bytes))
+        server = DriverServer(self._wire, self._driver, self._about)
+        self._serving = asyncio.ensure_future(server.serve())
+        reporting = asyncio.ensure_future(server.report(lambda: self._ranks.loaded_bytes))
         starting = asyncio.ensure_future(self._driver.start())
         await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        telling.cancel()
+        reporting.cancel()
         if not starting.done():
             starting.cancel()
             await asyncio.wait({starting})
@@ -46,6 +49,7 @@ class DriverProcess:
         return notes + self._ranks.notes()
 
     async def run(self) -> None:
+        """Until the Engine says stop; then the ranks are gone."""
         try:
             await self._serving
         finally:
@@ -65,19 +69,21 @@ class DriverActor:
     A single async method would make Ray give it a loop of its own, and the main thread to itself.
     """
 
-    _life: DriverProcess
+    _process: DriverProcess
     _loop: asyncio.AbstractEventLoop
 
     def open(self, node: str) -> Address:
         """Where this driver listens for the process on Ray node `node`."""
-        self._life, self._loop = DriverProcess(), asyncio.new_event_loop()
+        self._process, self._loop = DriverProcess(), asyncio.new_event_loop()
         here = node == ray.get_runtime_context().get_node_id()
-        return self._loop.run_until_complete(self._life.open(here, ray.util.get_node_ip_address()))
+        return self._loop.run_until_complete(
+            self._process.open(here, ray.util.get_node_ip_address())
+        )
 
     def start(self, setup: DriverSetup) -> list[str]:
         """Returns when requests may come, with what the user should be warned of."""
-        return self._loop.run_until_complete(self._life.start(setup))
+        return self._loop.run_until_complete(self._process.start(setup))
 
     def run(self) -> None:
         """The one long call: until the caller says stop."""
-        self._loop.run_until_complete(self._life.run())
+        self._loop.run_until_complete(self._process.run())

@@ -13,10 +13,12 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup
 
 from outrider.actors.cluster.spec import Spec
-from outrider.actors.driver.driver import Driver, Text
+from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.ranks.group import RankGroup
-from outrider.model.config import RunConfig
+from outrider.model.config import ModelConfig, RunConfig
+from outrider.model.plan import overshoot_rows
+from outrider.model.text import Tokenizer
 from outrider.parallel.affinity import pin_process
 
 
@@ -28,18 +30,20 @@ class DriverSetup:
     run: RunConfig
     limits: Limits
     placement: PlacementGroup
+    """Bundle 0 is the driver's, the others are the ranks'."""
     name: str
+    """Prefix of the ranks' actor names."""
 
 
 def assemble(setup: DriverSetup) -> tuple[RankGroup, Driver, list[str]]:
-    """The driver of this process, pinned, and its ranks, not started; and what to warn of."""
+    """A driver and its ranks, not started, and warnings for the user. Pins this process."""
     spec = setup.spec
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cpus, mine = spec.rank_cpu_sets(), spec.driver_cpu_set()
-    if mine is not None:
-        pin_process(mine)
-    ranks = RankGroup(spec, setup.run, setup.placement, cpus=cpus, name=setup.name)
+        rank_cpus, driver_cpus = spec.rank_cpu_sets(), spec.driver_cpu_set()
+    if driver_cpus is not None:
+        pin_process(driver_cpus)
+    ranks = RankGroup(spec, setup.run, setup.placement, cpus=rank_cpus, name=setup.name)
     driver = Driver(
         setup.limits,
         ranks,
@@ -49,8 +53,21 @@ def assemble(setup: DriverSetup) -> tuple[RankGroup, Driver, list[str]]:
     return ranks, driver, [str(warning.message) for warning in caught]
 
 
-def load_text(model_dir: Path) -> Text | None:
-    """The checkpoint's tokenizer, or None where it has none (then prompts are token ids)."""
-    from outrider.model.text import Tokenizer
+def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
+    """What bounds a request of this engine."""
+    return Limits(
+        max_slots=run.max_slots,
+        max_model_len=run.max_model_len,
+        max_queue=spec.limits.max_queue,
+        num_pages=run.num_pages,
+        page_tokens=run.page_tokens,
+        draft_tokens=run.draft_tokens,
+        overshoot_rows=overshoot_rows(run.draft_tokens),
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_ids,
+    )
 
+
+def load_text(model_dir: Path) -> Tokenizer | None:
+    """The checkpoint's tokenizer, or None where it has none (then prompts are token ids)."""
     return Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None

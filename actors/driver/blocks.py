@@ -1,8 +1,8 @@
-"""The books of what requests hold: KV pages and batch slots. Pure accounts, no memory.
+"""Who holds which KV pages and which batch slot. Numbers only, no memory.
 
-    open(request, n) -> Allocation(slot, pages)      close(request) -> back on the free lists
-Page 0 is the null page (padding rows write there) and is never lent. The lowest free number goes
-out first, so that live slots stay together. `audit` proves that nothing leaked.
+    allocate(request, n) -> Allocation(slot, pages)      free(request) -> back on the free lists
+Page 0 is the null page, which padding rows write to; it is never allocated. The lowest free number
+goes out first, so that running slots stay together.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class BlockAllocator:
         self.num_pages = num_pages
         self._slots = list(range(num_slots))
         self._pages = list(range(NULL_PAGE + 1, num_pages))
-        self._leases: dict[int, Allocation] = {}
+        self._allocations: dict[int, Allocation] = {}
 
     @property
     def usable_pages(self) -> int:
+        """All pages but the null page."""
         return max(self.num_pages - 1, 0)
 
     @property
@@ -43,34 +44,41 @@ class BlockAllocator:
     def free_slots(self) -> int:
         return len(self._slots)
 
-    def open(self, request: int, num_pages: int) -> Allocation | None:
+    def allocate(self, request: int, num_pages: int) -> Allocation | None:
         """A slot and `num_pages` pages, or None (and nothing taken) when either lacks."""
-        assert request not in self._leases, f"request {request} holds a lease already"
+        assert request not in self._allocations, f"request {request} holds pages already"
         if not self._slots or num_pages > len(self._pages):
             return None
-        lease = Allocation(
+        allocation = Allocation(
             slot=heapq.heappop(self._slots),
             pages=tuple(heapq.heappop(self._pages) for _ in range(num_pages)),
         )
-        self._leases[request] = lease
-        return lease
+        self._allocations[request] = allocation
+        return allocation
 
-    def close(self, request: int) -> None:
-        lease = self._leases.pop(request)
-        heapq.heappush(self._slots, lease.slot)
-        for page in lease.pages:
+    def free(self, request: int) -> None:
+        allocation = self._allocations.pop(request)
+        heapq.heappush(self._slots, allocation.slot)
+        for page in allocation.pages:
             heapq.heappush(self._pages, page)
 
-    def audit(self) -> None:
-        """AssertionError unless each slot and page is either free or lent, and only once."""
-        slots = self._slots + [lease.slot for lease in self._leases.values()]
-        pages = self._pages + [page for lease in self._leases.values() for page in lease.pages]
-        assert sorted(slots) == list(range(self.num_slots)), f"slots in the books: {sorted(slots)}"
-        assert sorted(pages) == list(range(1, self.num_pages)), (
-            f"{len(pages)} pages in the books, {self.usable_pages} in the cache"
-        )
+    def check_idle(self) -> None:
+        """AssertionError when something is still held though no request runs. Takes no time."""
+        held = sorted(self._allocations)
+        assert not held, f"requests {held} ended and still hold pages"
+        assert len(self._slots) == self.num_slots, f"{len(self._slots)} slots are free"
+        assert len(self._pages) == self.usable_pages, f"{len(self._pages)} pages are free"
 
-    def audit_idle(self) -> None:
-        """AssertionError when something is still lent though no request lives."""
-        assert not self._leases, f"requests {sorted(self._leases)} ended and still hold pages"
-        self.audit()
+    def check(self) -> None:
+        """AssertionError unless each slot and page is free or held, and only once.
+
+        It sorts all pages, so it is for tests.
+        """
+        slots, pages = list(self._slots), list(self._pages)
+        for allocation in self._allocations.values():
+            slots.append(allocation.slot)
+            pages += allocation.pages
+        assert sorted(slots) == list(range(self.num_slots)), f"slots: {sorted(slots)}"
+        assert sorted(pages) == list(range(1, self.num_pages)), (
+            f"{len(pages)} pages are free or held, the cache has {self.usable_pages}"
+        )

@@ -1,8 +1,9 @@
-"""The caller's end of the connection to a driver in another process.
+"""The Engine's end of the connection to its driver, which lives in another process.
 
-    Engine -> EngineClient -- Ask --> DriverServer        DriverServer -- Reply --> EngineClient
-Its calls block and may come from any thread; each has a number and waits for its own replies. A
-thread of its own owns the wire.
+    caller's thread -> Call -> EngineClient's thread -> Wire -> driver
+    driver -> Reply -> EngineClient's thread -> the queue of its call -> caller's thread
+Calls block and may come from any thread; each has a number and waits for its own replies. The
+client's own thread is the only one that touches the wire.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,85 +20,107 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from outrider.actors.driver.messages import Ask, Chunk, Completion, Failure, Reply, Request
+from outrider.actors.driver.messages import (
+    Abort,
+    Call,
+    Chunk,
+    Completed,
+    Completion,
+    Failed,
+    Failure,
+    Generate,
+    GenerationRequest,
+    GetStats,
+    LoadProgress,
+    Reply,
+    Stats,
+    Stop,
+    Stream,
+    Streamed,
+)
 from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
-from outrider.actors.ranks.messages import Hello
+from outrider.actors.ranks.messages import DRIVER, Hello
 from outrider.actors.ranks.wire import Address, Postbox
 
-HELLO = Hello(epoch=0, rank=-1)
+Replies = queue.SimpleQueue[Completed | Streamed | Stats | Failed]
 
 
 class EngineClient:
-    """The caller's end. Its calls block, from any thread; a thread of its own owns the wire."""
+    """Open once it is made; close it once."""
 
     def __init__(self, address: Address) -> None:
+        """address: where the driver listens."""
         self.loaded = (0, 0)
-        """Bytes loaded and to load, over all ranks; zeros before they know."""
+        """Bytes loaded and to load, over all ranks; zeros before they are known."""
         self._address = address
-        self._replies: dict[int, queue.SimpleQueue[Reply]] = {}
-        self._last = 0
+        self._replies: dict[int, Replies] = {}
+        """Of the calls that still wait, by number."""
+        self._numbers = itertools.count(1)
         self._dead: EngineDeadError | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="outrider-line", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="outrider-client", daemon=True)
         self._thread.start()
-        self._do(self._connect)
+        self._in_thread(self._connect)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        (reply,) = self._call(Ask(requests=list(requests)))
-        return reply.completions
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        for reply in self._call(Generate(next(self._numbers), list(requests))):
+            if isinstance(reply, Completed):
+                return reply.completions
+        raise AssertionError("a Generate ends with Completed or Failed")
 
-    def stream(self, request: Request) -> Iterator[Chunk]:
-        for reply in self._call(Ask(requests=[request], pieces=True)):
-            assert reply.chunk is not None
-            yield reply.chunk
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        for reply in self._call(Stream(next(self._numbers), request)):
+            if isinstance(reply, Streamed):
+                yield reply.chunk
 
     def stats(self) -> dict[str, Any]:
-        (reply,) = self._call(Ask(stats=True))
-        assert reply.stats is not None
-        return reply.stats
+        for reply in self._call(GetStats(next(self._numbers))):
+            if isinstance(reply, Stats):
+                return reply.stats
+        raise AssertionError("a GetStats ends with Stats or Failed")
 
     def abort(self, keys: Sequence[str]) -> None:
         """End requests by key, without waiting for it."""
-        self._do(lambda: self._send(Ask(abort=list(keys))))
+        self._in_thread(lambda: self._send(Abort(list(keys))))
 
     def stop(self) -> None:
         """The driver ends everything and returns from start() or run()."""
-        self._do(lambda: self._send(Ask(stop=True)))
+        self._in_thread(lambda: self._send(Stop()))
 
     def watch(self, run: concurrent.futures.Future[Any]) -> None:
         """When the driver's run() ends, so does every call that still waits."""
-        run.add_done_callback(lambda done: self._do(lambda: self._fail(_why(done))))
+        run.add_done_callback(lambda done: self._in_thread(lambda: self._fail(_why_ended(done))))
 
     def close(self) -> None:
         """Every open call ends with EngineClosedError. Twice does no harm."""
         if not self._thread.is_alive():
             return
-        self._do(lambda: self._fail(EngineClosedError("the engine was closed")))
-        self._do(self._loop.stop)
+        self._in_thread(lambda: self._fail(EngineClosedError("the engine was closed")))
+        self._in_thread(self._loop.stop)
         self._thread.join()
 
-    def _call(self, ask: Ask) -> Iterator[Reply]:
-        """The replies to one ask, up to the last. Nothing is sent before the first is wanted."""
-        try:  # an ask that cannot be read must not reach the desk
-            msgspec.msgpack.decode(msgspec.msgpack.encode(ask), type=Ask)
+    def _call(self, call: Generate | Stream | GetStats) -> Iterator[Completed | Streamed | Stats]:
+        """The replies to one call, up to the last. Nothing is sent before the first is wanted."""
+        try:  # what cannot be decoded must not reach the driver
+            msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=Call)
         except (TypeError, OverflowError, msgspec.ValidationError) as error:
             raise RequestError(f"this request is malformed: {error}") from None
-        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._do(lambda: self._begin(ask, replies))
+        replies: Replies = queue.SimpleQueue()
+        self._in_thread(lambda: self._begin(call, replies))
         while True:
             reply = replies.get()
-            if reply.failure is not None:
+            if isinstance(reply, Failed):
                 raise reply.failure.error()
             yield reply
-            if reply.chunk is None or reply.chunk.finish_reason is not None:
+            if _is_last(reply):
                 return
 
-    def _do(self, work: Callable[[], None]) -> None:
-        """Run in the thread of the wire, in order."""
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        """Run in the client's thread, in order."""
         with contextlib.suppress(RuntimeError):  # it has ended, and its calls with it
             self._loop.call_soon_threadsafe(work)
 
-    # From here on in the line's own thread.
+    # The methods below run in the client's thread.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -111,46 +135,48 @@ class EngineClient:
     def _connect(self) -> None:
         self._post = Postbox(zmq.asyncio.Context(io_threads=1), limit_bytes=-1)
         self._wire = self._post.connect(self._address)
-        self._wire.send(HELLO)
+        self._wire.send(Hello(rank=DRIVER))
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
         while True:
             reply = await self._wire.receive_async(Reply)
-            if reply.loaded is not None:
-                self.loaded = reply.loaded
-                continue
-            replies = self._replies.get(reply.call)
-            if replies is None:
-                continue
-            ended = reply.chunk is None or reply.chunk.finish_reason is not None
-            if ended:
-                del self._replies[reply.call]
-            replies.put(reply)
+            if isinstance(reply, LoadProgress):
+                self.loaded = (reply.done_bytes, reply.total_bytes)
+            elif reply.call in self._replies:
+                replies = self._replies[reply.call]
+                if _is_last(reply):
+                    del self._replies[reply.call]
+                replies.put(reply)
 
-    def _begin(self, ask: Ask, replies: queue.SimpleQueue[Reply]) -> None:
+    def _begin(self, call: Generate | Stream | GetStats, replies: Replies) -> None:
         if self._dead is not None:
-            replies.put(Reply(call=0, failure=Failure.of(self._dead)))
+            replies.put(Failed(call.call, Failure.of(self._dead)))
             return
-        self._last += 1
-        self._replies[self._last] = replies
-        ask.call = self._last
-        self._send(ask)
+        self._replies[call.call] = replies
+        self._send(call)
 
-    def _send(self, ask: Ask) -> None:
+    def _send(self, call: Call) -> None:
         try:
-            self._wire.send(ask)
+            self._wire.send(call)
         except ConnectionError as error:
             self._fail(EngineDeadError("the driver process is gone", str(error)))
 
     def _fail(self, error: EngineDeadError) -> None:
+        """Every call that waits ends with `error`, and so does every later one."""
         self._dead = self._dead or error
-        for replies in self._replies.values():
-            replies.put(Reply(call=0, failure=Failure.of(self._dead)))
+        for number, replies in self._replies.items():
+            replies.put(Failed(number, Failure.of(self._dead)))
         self._replies.clear()
 
 
-def _why(run: concurrent.futures.Future[Any]) -> EngineDeadError:
+def _is_last(reply: Completed | Streamed | Stats | Failed) -> bool:
+    """True when no other reply to the same call follows."""
+    return not isinstance(reply, Streamed) or reply.chunk.finish_reason is not None
+
+
+def _why_ended(run: concurrent.futures.Future[Any]) -> EngineDeadError:
+    """What the end of the driver's run() means for the calls that wait."""
     error = None if run.cancelled() else run.exception()
     if error is None:
         return EngineClosedError("the engine was closed")

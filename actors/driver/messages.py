@@ -1,10 +1,8 @@
-"""What the actors say to each other: requests and answers, orders, errors, and the wire.
+"""What an Engine and its driver say to each other: calls one way, replies the other.
 
-    Engine -- Ask --> Driver -- Orders --> leader -- StepPlan --> followers
-    Engine <-- Reply -- Driver <-- StepEvent -- leader
-All of these travel as msgpack over zmq PAIR sockets (`Wire`), birth and death by Ray.
-A wire lives for one epoch of the ranks (one life of the group): its address is new each time, so a
-message of a dead epoch has no way to arrive and needs no number.
+    Engine -- Call --> driver        driver -- Reply --> Engine
+Each travels as msgpack over a Wire (ranks/wire.py). Calls that want a reply have a number, which
+their replies carry.
 """
 
 from __future__ import annotations
@@ -21,13 +19,14 @@ from outrider.actors.errors import (
     QueueFullError,
     RequestAbortedError,
     RequestError,
+    RequestFailedError,
 )
 from outrider.model.step import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt and how to answer it."""
+class GenerationRequest:
+    """One prompt and how to answer it, as the caller asks for it."""
 
     prompt: str | list[int]
     sampling: Sampling = field(default_factory=Sampling)
@@ -83,23 +82,26 @@ class Chunk:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One of the errors above, on its way to the caller."""
+    """An exception on its way to the caller, who raises it again."""
 
     kind: str
+    """Its class name: one of ERRORS."""
     message: str
     detail: str = ""
+    """The traceback, where there is one."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
+        """An error that is none of ERRORS is a fault of ours, and ends the call it belongs to."""
         kind = type(error).__name__
         if kind in ERRORS:
             return cls(kind=kind, message=str(error), detail=getattr(error, "detail", ""))
         trace = "".join(traceback.format_exception(error))
-        return cls(EngineDeadError.__name__, f"the driver failed: {kind}: {error}", trace)
+        return cls(RequestFailedError.__name__, f"the request failed: {kind}: {error}", trace)
 
     def error(self) -> Exception:
         kind = ERRORS[self.kind]
-        if issubclass(kind, EngineDeadError):
+        if issubclass(kind, (EngineDeadError, RequestFailedError)):
             return kind(self.message, self.detail)
         return kind(self.message)
 
@@ -109,32 +111,80 @@ ERRORS: dict[str, type[Exception]] = {
     for kind in (
         RequestError,
         QueueFullError,
+        RequestAbortedError,
+        RequestFailedError,
         EngineDeadError,
         EngineClosedError,
-        RequestAbortedError,
     )
 }
 
 
-class Ask(msgspec.Struct, kw_only=True):
-    """One call of an Engine: requests to answer whole or in pieces, stats, aborts, or the end."""
-
-    call: int = 0
-    """Its number, on every Reply to it; 0 wants none."""
-    requests: list[Request] = []
-    pieces: bool = False
-    """The one request is answered Chunk by Chunk."""
-    stats: bool = False
-    abort: list[str] = []
-    stop: bool = False
-
-
-class Reply(msgspec.Struct, kw_only=True, frozen=True):
-    """One of: all completions, a chunk, stats, a failure; or, unasked, how far loading is."""
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Answer all of these, then reply with Completed. `call` is on every reply to this call."""
 
     call: int
-    completions: list[Completion] = []
-    chunk: Chunk | None = None
-    stats: dict[str, Any] | None = None
-    failure: Failure | None = None
-    loaded: tuple[int, int] | None = None
+    requests: list[GenerationRequest]
+
+
+class Stream(msgspec.Struct, frozen=True, tag=True):
+    """Answer this one; every chunk is a reply."""
+
+    call: int
+    request: GenerationRequest
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """Reply with Stats."""
+
+    call: int
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End requests by key. No reply; keys that name no unfinished request are ignored."""
+
+    keys: list[str]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the driver. No reply."""
+
+
+Call = Generate | Stream | GetStats | Abort | Stop
+"""What an Engine sends to its driver."""
+
+
+class Completed(msgspec.Struct, frozen=True, tag=True):
+    """All answers of a Generate, in the order of its requests."""
+
+    call: int
+    completions: list[Completion]
+
+
+class Streamed(msgspec.Struct, frozen=True, tag=True):
+    """One chunk of a Stream; the one with a finish_reason is the last reply."""
+
+    call: int
+    chunk: Chunk
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    call: int
+    stats: dict[str, Any]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The call ends with this error."""
+
+    call: int
+    failure: Failure
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """Nobody asked for it: bytes loaded and to load, over all ranks."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+Reply = Completed | Streamed | Stats | Failed | LoadProgress
+"""What a driver sends to its Engine."""

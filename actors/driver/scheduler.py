@@ -1,24 +1,27 @@
-"""Admission: which request runs next, in which slot, on which pages. First come, first served.
+"""Which request runs next, in which slot, on which pages. First come, first served.
 
-    add(prompt, sampling) -> Entry -> queue -- admit() --> Join      progress -> Entry, freed at end
-A request is admitted once a slot and pages for its whole length are free (prompt + max_tokens +
-the rows an iteration may overshoot), so nothing is ever evicted. What can never fit is refused at
-once. An Entry keeps prompt and emitted tokens: all that a replay on fresh ranks needs.
-Letters: K drafted tokens an iteration
+    add -> Request -> commands() -> Join        StepEvent -> apply -> Request, freed at its end
+A request gets a slot once pages for its whole length are free too (prompt + max_tokens + the rows
+that an iteration may write past its end), so nothing is ever evicted. What can never fit is refused
+at once. It touches no device and knows nothing of callers.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import deque
+import traceback
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 
-import msgspec
+from msgspec.structs import replace
 
 from outrider.actors.driver.blocks import BlockAllocator
-from outrider.actors.errors import QueueFullError, RequestError
-from outrider.model.step import Join, Leave, Progress, Sampling
+from outrider.actors.driver.messages import GenerationRequest
+from outrider.actors.driver.request import Counters, Detokenizer, Request
+from outrider.actors.errors import RequestAbortedError, RequestError, RequestFailedError
+from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,126 +45,163 @@ class Limits:
         return min(self.max_model_len, cached) - prompt_tokens
 
 
-@dataclass(kw_only=True)
-class Entry:
-    """One request from submit to end. `prompt` + `emitted` is its whole text so far."""
-
-    request: int
-    prompt: list[int]
-    sampling: Sampling
-    """As the ranks get it: seed drawn, EOS ids among the stop ids, max_tokens clamped."""
-    emitted: list[int] = field(default_factory=list)
-    slot: int | None = None
-    """None while it waits."""
-    finish: str | None = None
-
-
 class Scheduler:
-    """Knows every unfinished request; touches no device and no clock."""
+    """All unfinished requests, and what they hold."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.books = BlockAllocator(limits.max_slots, limits.num_pages)
-        self._queue: deque[Entry] = deque()
-        self._active: dict[int, Entry] = {}
-        self._next = 0
+        self.blocks = BlockAllocator(limits.max_slots, limits.num_pages)
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._running: dict[int, Request] = {}
+        self._leaves: list[Leave] = []
+        """Of requests that ended before the ranks knew; sent before any other request joins."""
+        self._numbers = count()
+        self.reset_totals()
+
+    def reset_totals(self) -> None:
+        """Count from here on."""
+        self.counters = Counters(self.limits.draft_tokens)
+        self.num_requests = {"submitted": 0, "finished": 0, "aborted": 0, "failed": 0}
 
     @property
-    def queued(self) -> int:
-        return len(self._queue)
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
-    def active(self) -> int:
-        return len(self._active)
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
-    def idle(self) -> bool:
-        return not self._queue and not self._active
+    def unfinished(self) -> list[Request]:
+        return [*self._waiting.values(), *self._running.values()]
 
-    def add(self, prompt: Sequence[int], sampling: Sampling) -> Entry:
-        """Queue a request. RequestError when it can never run, QueueFullError when too many wait.
+    def add(
+        self,
+        asked: GenerationRequest,
+        prompt: Sequence[int],
+        detokenizer: Detokenizer | None = None,
+    ) -> Request:
+        """Queue a request; prompt: that of `asked`, as token ids. RequestError if it can never run.
 
         max_tokens beyond the context is cut to what fits; the answer then ends with "length".
         """
-        limits = self.limits
-        tokens = list(prompt)
+        limits, sampling, tokens = self.limits, asked.sampling, list(prompt)
         self._check_ids("prompt token {} at index {}", tokens)
         self._check_ids("logit_bias token {}", [token for token, _ in sampling.logit_bias])
         self._check_ids("stop token {}", sampling.stop_ids)
         self._check_prompt(tokens)
         max_tokens = min(sampling.max_tokens, limits.max_model_len - len(tokens))
         self._check_pages(len(tokens), max_tokens)
-        if len(self._queue) >= limits.max_queue:
-            raise QueueFullError(
-                f"{len(self._queue)} requests wait: limits.max_queue = {limits.max_queue} is the "
-                "most; send it again later, or raise limits.max_queue in cluster.yaml"
-            )
-        stops = sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids)
-        settled = msgspec.structs.replace(
-            sampling,
-            max_tokens=max_tokens,
-            min_tokens=min(sampling.min_tokens, max_tokens),
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            stop_ids=tuple(dict.fromkeys(stops)),
+        request = Request(
+            next(self._numbers),
+            tokens,
+            replace(
+                sampling,
+                max_tokens=max_tokens,
+                min_tokens=min(sampling.min_tokens, max_tokens),
+                seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            ),
+            draft_tokens=limits.draft_tokens,
+            stop=asked.stop,
+            key=asked.key,
+            detokenizer=detokenizer,
         )
-        entry = Entry(request=self._next, prompt=tokens, sampling=settled)
-        self._next += 1
-        self._queue.append(entry)
-        return entry
+        self._waiting[request.number] = request
+        self.num_requests["submitted"] += 1
+        return request
 
-    def admit(self) -> list[Join]:
-        """Joins for the requests, in order, that fit now. One that does not holds up the rest."""
-        joins = []
-        while self._queue:
-            entry = self._queue[0]
-            need = self._pages_of(len(entry.prompt), entry.sampling.max_tokens)
-            lease = self.books.open(entry.request, need)
-            if lease is None:
+    def commands(self) -> list[Join | Leave]:
+        """What the ranks must be told now, in order: who leaves, then who joins.
+
+        Requests join in the order they came. Joining stops at the first request that does not fit;
+        later ones wait behind it.
+        """
+        commands: list[Join | Leave] = [*self._leaves]
+        self._leaves.clear()
+        while self._waiting:
+            request = next(iter(self._waiting.values()))
+            need = self._pages_of(len(request.prompt), request.sampling.max_tokens)
+            allocation = self.blocks.allocate(request.number, need)
+            if allocation is None:
                 break
-            self._queue.popleft()
-            entry.slot = lease.slot
-            self._active[entry.request] = entry
-            joins.append(
+            del self._waiting[request.number]
+            self._running[request.number] = request
+            request.slot = allocation.slot
+            commands.append(
                 Join(
-                    slot=lease.slot,
-                    request=entry.request,
-                    tokens=entry.prompt,
-                    pages=list(lease.pages),
-                    sampling=entry.sampling,
+                    slot=allocation.slot,
+                    request=request.number,
+                    tokens=request.prompt,
+                    pages=list(allocation.pages),
+                    sampling=request.sampling,
+                    end_ids=self._end_ids(request.sampling),
                 )
             )
-        return joins
+        return commands
 
-    def advance(self, progress: Progress) -> Entry | None:
-        """Book one step's tokens. None: the request ended before (aborted while under way)."""
-        entry = self._active.get(progress.request)
-        if entry is None:
+    def apply(self, event: StepEvent) -> list[Request]:
+        """Hand a step's progress to its requests, and free those that ended; -> who changed.
+
+        Progress of a request that ended while the step ran is dropped.
+        """
+        changed = []
+        for progress in event.progress:
+            request = self._running.get(progress.request)
+            if request is None:
+                continue
+            assert request.slot == progress.slot, f"{progress} is not of slot {request.slot}"
+            self._accept(request, progress)
+            if request.ended:
+                self._free(request, ranks_know=progress.finish is not None)
+            changed.append(request)
+        return changed
+
+    def abort(self, number: int) -> Request | None:
+        """End a request before its answer is complete; None: no unfinished one has this number."""
+        request = self._waiting.pop(number, None) or self._running.get(number)
+        if request is None:
             return None
-        assert entry.slot == progress.slot, f"request {entry.request} moved to {progress.slot}"
-        entry.emitted += progress.tokens
-        if progress.finish is not None:
-            entry.finish = progress.finish
-            self._close(entry)
-        return entry
+        request.fail(RequestAbortedError(f"request {number} was aborted"))
+        self.num_requests["aborted"] += 1
+        if number in self._running:
+            self._free(request, ranks_know=False)
+        return request
 
-    def abort(self, request: int) -> Leave | None:
-        """Forget a request. The Leave, if any, must reach the ranks before the next Join does."""
-        for entry in self._queue:
-            if entry.request == request:
-                self._queue.remove(entry)
-                return None
-        entry = self._active.get(request)
-        if entry is None:
-            return None
-        assert entry.slot is not None
-        self._close(entry)
-        return Leave(slot=entry.slot, request=request)
+    def fail_all(self, error: Exception) -> list[Request]:
+        """The ranks are gone: every unfinished request ends with `error`."""
+        requests = self.unfinished
+        for request in requests:
+            request.fail(error)
+        self.num_requests["failed"] += len(requests)
+        self._waiting.clear()
+        self._running.clear()
+        return requests
 
-    def _close(self, entry: Entry) -> None:
-        del self._active[entry.request]
-        self.books.close(entry.request)
-        if self.idle:
-            self.books.audit_idle()
+    def _accept(self, request: Request, progress: Progress) -> None:
+        try:
+            self.counters.add(request.accept(progress))
+        except Exception as error:  # of its text, say: the other requests go on
+            why = f"request {request.number} failed: {type(error).__name__}: {error}"
+            request.fail(RequestFailedError(why, "".join(traceback.format_exception(error))))
+        if request.finish is not None:
+            self.num_requests["finished"] += 1
+        elif request.error is not None:
+            self.num_requests["failed"] += 1
+
+    def _free(self, request: Request, *, ranks_know: bool) -> None:
+        """Give back the slot and the pages of a running request that has ended."""
+        assert request.slot is not None
+        del self._running[request.number]
+        self.blocks.free(request.number)
+        if not ranks_know:
+            self._leaves.append(Leave(slot=request.slot, request=request.number))
+        if not self._running:
+            self.blocks.check_idle()
+
+    def _end_ids(self, sampling: Sampling) -> list[int]:
+        """The token ids that end an answer."""
+        ends = sampling.stop_ids + (() if sampling.ignore_eos else self.limits.eos_ids)
+        return list(dict.fromkeys(ends))
 
     def _pages_of(self, prompt_tokens: int, max_tokens: int) -> int:
         rows = prompt_tokens + max_tokens + self.limits.overshoot_rows
@@ -189,7 +229,7 @@ class Scheduler:
 
     def _check_pages(self, prompt_tokens: int, max_tokens: int) -> None:
         limits = self.limits
-        need, have = self._pages_of(prompt_tokens, max_tokens), self.books.usable_pages
+        need, have = self._pages_of(prompt_tokens, max_tokens), self.blocks.usable_pages
         if need > have:
             raise RequestError(
                 f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} needs {need} KV pages "

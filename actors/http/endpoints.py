@@ -23,13 +23,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.handle import Handle, merge
-from outrider.actors.driver.messages import Completion, RequestStats
-from outrider.actors.driver.messages import Request as EngineRequest
+from outrider.actors.driver.messages import Completion, GenerationRequest, RequestStats
 from outrider.actors.errors import (
     EngineDeadError,
     QueueFullError,
     RequestAbortedError,
     RequestError,
+    RequestFailedError,
 )
 from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings, parse
 from outrider.actors.http.metrics import Metrics
@@ -195,32 +195,31 @@ class Endpoints:
         self._book(job)
         return json_response(form.whole(answers, job.usage()))
 
-    def _submit(
-        self, body: Settings, prompts: Sequence[list[int]], param: str
-    ) -> tuple[list[Handle], asyncio.Event]:
+    def _submit(self, body: Settings, prompts: Sequence[list[int]], param: str) -> list[Handle]:
         """All choices of all prompts, or none."""
         if self._draining:
             raise ApiError(
                 503, "this server is shutting down", kind="server_error", code="draining"
             )
-        news, handles = asyncio.Event(), []
+        changed, handles = asyncio.Event(), []
         try:
+            self._driver.check_queue(len(prompts) * body.n)
             for prompt in prompts:
                 for sampling in body.samplings(self._driver.limits.room_for(len(prompt))):
-                    one = EngineRequest(prompt=prompt, sampling=sampling, stop=body.stops)
-                    handles.append(self._driver.submit(one, news))
+                    one = GenerationRequest(prompt=prompt, sampling=sampling, stop=body.stops)
+                    handles.append(self._driver.submit(one, changed))
         except (ApiError, RequestError, EngineDeadError) as error:
             for handle in handles:
-                self._driver.abort(handle.request)
+                self._driver.abort(handle.request.number)
             raise self._refusal(error, param) from None
-        return handles, news
+        return handles
 
     async def _wait_for_slot(self, job: HttpRequest) -> None:
         """Until the first choice has a slot: QueueTimeout when none comes in time."""
         limit_s = self._serve.queue_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await job.handles[0].joined.wait()
+                await job.handles[0].slot_or_end()
         except TimeoutError:
             raise self._later(
                 f"no slot came free within serve.queue_timeout_s = {limit_s:g} s", "queue_timeout"
@@ -235,6 +234,8 @@ class Endpoints:
             named = ("logit_bias", "stop")
             name = next((word for word in named if str(error).startswith(word)), param)
             return ApiError(400, str(error), param=name)
+        if isinstance(error, RequestFailedError):
+            return ApiError(500, str(error), kind="server_error", code="request_failed")
         if isinstance(error, EngineDeadError):
             return ApiError(503, str(error), kind="server_error", code="engine_dead")
         return error
@@ -246,13 +247,13 @@ class Endpoints:
         return ApiError(429, why, kind="rate_limit_error", code=code, retry_after_s=wait_s)
 
     async def _events(self, job: HttpRequest, form: ResponseWriter) -> AsyncIterator[bytes]:
-        """Server-sent events; an engine that dies ends them with an error event."""
+        """Server-sent events; what ends the answer early ends them with an error event."""
         try:
-            async for index, chunk in merge(job.handles, job.news):
-                ids = job.handles[index].entry.prompt
+            async for index, chunk in merge(job.handles):
+                ids = job.handles[index].request.prompt
                 for event in form.piece(index, chunk, ids):
                     yield _event(event)
-        except EngineDeadError as error:
+        except (EngineDeadError, RequestFailedError) as error:
             refusal = self._refusal(error, "")
             assert isinstance(refusal, ApiError)
             yield _event({"error": refusal.error})
@@ -265,8 +266,10 @@ class Endpoints:
     def _book(self, job: HttpRequest) -> None:
         total_s = time.perf_counter() - job.started_s
         self._mean_s += (total_s - self._mean_s) / 16
-        for handle, stats in zip(job.handles, job.stats(), strict=True):
-            self.metrics.finished(stats, total_s, len(handle.entry.prompt), handle.num_tokens)
+        for request in job.requests:
+            self.metrics.finished(
+                request.stats(), total_s, len(request.prompt), len(request.emitted)
+            )
         if job.user:
             log.info("answered %d choices for user %r", len(job.handles), job.user)
 
@@ -298,12 +301,13 @@ class HttpRequest:
     def __init__(
         self,
         driver: Driver,
-        submitted: tuple[list[Handle], asyncio.Event],
+        handles: Sequence[Handle],
         prompts: Sequence[list[int]],
         body: Settings,
     ) -> None:
         self._driver = driver
-        self.handles, self.news = submitted
+        self.handles = handles
+        self.requests = [handle.request for handle in handles]
         self.user = body.user
         self.started_s = time.perf_counter()
         self._num_prompt_tokens = sum(map(len, prompts))
@@ -311,16 +315,16 @@ class HttpRequest:
     def abort(self) -> None:
         """Does nothing to those that have ended."""
         for handle in self.handles:
-            self._driver.abort(handle.request)
+            self._driver.abort(handle.request.number)
 
     async def results(self) -> list[Completion]:
         return [await handle.result() for handle in self.handles]
 
     def stats(self) -> list[RequestStats]:
-        return [handle.stats() for handle in self.handles]
+        return [request.stats() for request in self.requests]
 
     def usage(self) -> dict[str, Any]:
-        answered = sum(handle.num_tokens for handle in self.handles)
+        answered = sum(len(request.emitted) for request in self.requests)
         return usage_of(self._num_prompt_tokens, answered, self.stats())
 
     async def watching(self, request: Request, work: Coroutine[Any, Any, T]) -> T:

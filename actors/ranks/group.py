@@ -2,8 +2,8 @@
 
     start(): wake all -> rank 0 opens wires -> all connect -> all load -> all run()
     post(orders) --> leader        event() <-- leader        ended(): why the first rank stopped
-One RankGroup is one epoch: it starts once, ends once, and is then replaced. The unit of failure is
-the whole group. Ray carries birth and death; each iteration goes over a wire.
+A RankGroup starts once and ends once. The unit of failure is the whole group: when one rank ends,
+all are killed. Ray carries birth and death; each iteration goes over a wire.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from outrider.actors.cluster.placement import bundle_options, bundles, rank_env
 from outrider.actors.cluster.spec import Spec
 from outrider.actors.errors import EngineDeadError
 from outrider.actors.ranks.actor import RankActor
-from outrider.actors.ranks.messages import Hello, Loading, Orders
-from outrider.actors.ranks.rank import DRIVER, Location, RankSetup, Rendezvous
+from outrider.actors.ranks.messages import DRIVER, Commands, Hello, Loading
+from outrider.actors.ranks.rank import Location, RankSetup, Rendezvous
 from outrider.actors.ranks.wire import Postbox, Wire
 from outrider.model.config import ConfigError, RunConfig
 from outrider.model.step import StepEvent
@@ -50,7 +50,7 @@ class Ranks(Protocol):
         """
         ...
 
-    def post(self, orders: Orders) -> None: ...
+    def post(self, orders: Commands) -> None: ...
 
     async def event(self) -> StepEvent: ...
 
@@ -80,7 +80,6 @@ class RankGroup:
         *,
         cpus: Sequence[frozenset[int] | None],
         name: str,
-        epoch: int = 0,
     ) -> None:
         self._spec = spec
         self._name = name
@@ -89,7 +88,6 @@ class RankGroup:
             RankSetup(
                 rank=rank,
                 size=run.tensor_parallel,
-                epoch=epoch,
                 spec=spec,
                 run=run,
                 device=spec.device,
@@ -126,7 +124,7 @@ class RankGroup:
                 self._placement,
                 1 + setup.rank,
                 wanted[1 + setup.rank],
-                name=f"{self._name}:epoch{setup.epoch}:rank{setup.rank}",
+                name=f"{self._name}:rank{setup.rank}",
                 env=rank_env(setup.device),
             )
             self._actors.append(actor.options(**options).remote())
@@ -158,7 +156,7 @@ class RankGroup:
         self._wire = self._post.connect(meeting.inbox)
         self._wire.send(hello)
         answer = await self._wire.receive_async(Hello)
-        assert answer == Hello(epoch=hello.epoch, rank=0), f"{answer} is not the leader's"
+        assert answer == Hello(rank=0), f"{answer} is not the leader's"
 
     async def _listen(self) -> None:
         """The leader's loading notes, up to the last."""
@@ -171,10 +169,6 @@ class RankGroup:
         """Bytes loaded and to load, over all ranks; zeros before they know."""
         done, total = self._loaded
         return done * len(self._setups), total * len(self._setups)
-
-    @property
-    def epoch(self) -> int:
-        return self._setups[0].epoch
 
     def notes(self) -> list[str]:
         """What the user should know of ranks that do run."""
@@ -194,7 +188,7 @@ class RankGroup:
         ]
         return await _first_error(calls, self._places)
 
-    def post(self, orders: Orders) -> None:
+    def post(self, orders: Commands) -> None:
         assert self._wire is not None
         with contextlib.suppress(ConnectionError):  # then ended() says why
             self._wire.send(orders)
@@ -218,7 +212,7 @@ class RankGroup:
         if self._runs and not any(run.done() for run in self._runs):
             with contextlib.suppress(TimeoutError, EngineDeadError, ConfigError):
                 async with asyncio.timeout(KILL_TIMEOUT_S):
-                    self.post(Orders(stop=True))
+                    self.post(Commands(stop=True))
                     await _first_error([asyncio.shield(run) for run in self._runs], self._places)
                     await self._all("shutdown", [()] * len(self._actors))
         await self.kill()

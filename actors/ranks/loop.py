@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from outrider.actors.errors import DivergenceError
 from outrider.actors.ranks.depth import Depth
-from outrider.actors.ranks.messages import Orders
+from outrider.actors.ranks.messages import Commands
 from outrider.actors.ranks.wire import Wire
 from outrider.model.step import Join, Leave, Progress, StepEvent, StepPlan
 
@@ -95,7 +95,7 @@ class RankLoop:
         commands: list[Join | Leave] = []
         tokens = 0
         while (not commands and not self._runner.has_work) or self._wire.ready():
-            orders = self._wire.receive(Orders)
+            orders = self._wire.receive(Commands)
             commands += orders.commands
             if orders.stop:
                 return commands, True

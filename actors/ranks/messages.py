@@ -1,7 +1,7 @@
 """What the driver and the ranks say to each other besides plans and progress (model/step.py).
 
     both ends -- Hello --> both ends
-    leader -- Loading --> driver      driver -- Orders --> leader
+    leader -- Loading --> driver      driver -- Commands --> leader
 All of these travel as msgpack over a `Wire` (ranks/wire.py).
 """
 
@@ -11,13 +11,15 @@ import msgspec
 
 from outrider.model.step import Join, Leave
 
+DRIVER = -1
+"""The driver's number where the ranks have theirs."""
+
 
 class Hello(msgspec.Struct, frozen=True):
-    """First message each way: both ends of a wire belong to this epoch."""
+    """The first message each way: who is at the other end of a wire."""
 
-    epoch: int
     rank: int
-    """-1 is the driver."""
+    """DRIVER or a rank's number."""
 
 
 class Loading(msgspec.Struct, frozen=True):
@@ -29,8 +31,8 @@ class Loading(msgspec.Struct, frozen=True):
     """True on the last one: weights loaded, warmed up."""
 
 
-class Orders(msgspec.Struct, frozen=True):
-    """The driver's word to the leader: commands in order; `stop` ends every rank's run()."""
+class Commands(msgspec.Struct, frozen=True):
+    """From the driver to the leader: commands in order; `stop` ends every rank's run()."""
 
     commands: list[Join | Leave] = []
     stop: bool = False

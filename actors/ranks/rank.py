@@ -17,7 +17,7 @@ from outrider.actors.cluster.spec import Spec
 from outrider.actors.errors import DivergenceError
 from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.loop import RankLoop
-from outrider.actors.ranks.messages import Hello, Loading
+from outrider.actors.ranks.messages import DRIVER, Hello, Loading
 from outrider.actors.ranks.wire import Address, Postbox, Wire
 from outrider.model.config import RunConfig, load_config
 from outrider.parallel.affinity import pin_process
@@ -26,17 +26,12 @@ if TYPE_CHECKING:
     from outrider.parallel.group import Group
 
 
-DRIVER = -1
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
     """All that a rank is told at birth."""
 
     rank: int
     size: int
-    epoch: int
-    """Life number of the group: the ranks of one epoch talk to each other only."""
     spec: Spec
     run: RunConfig
     """Its num_pages are those that are wanted; `settle_pages` says what there is room for."""
@@ -115,7 +110,7 @@ class Rank:
         from outrider.parallel.group import alone, connect, join_store
 
         setup = self.setup
-        hello = Hello(epoch=setup.epoch, rank=setup.rank)
+        hello = Hello(rank=setup.rank)
         if setup.rank == 0:
             assert self._inbox is not None
             for rank, wire in ((DRIVER, self._inbox), *enumerate(self._relays, start=1)):
@@ -216,6 +211,6 @@ def settle_pages(setup: RankSetup, index: int) -> int:
 def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:
     """The listening side of first contact."""
     other = wire.receive(Hello, timeout_s)
-    if other != Hello(epoch=hello.epoch, rank=expect):
-        raise DivergenceError(f"expected rank {expect} of epoch {hello.epoch}, {other} called")
+    if other != Hello(rank=expect):
+        raise DivergenceError(f"expected rank {expect} to call, {other} called")
     wire.send(hello)

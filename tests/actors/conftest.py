@@ -23,8 +23,8 @@ from outrider.actors.driver.scheduler import Limits
 from outrider.actors.errors import EngineDeadError
 from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.loop import RankLoop
-from outrider.actors.ranks.messages import Hello, Orders
-from outrider.actors.ranks.rank import DRIVER, greet
+from outrider.actors.ranks.messages import DRIVER, Commands, Hello
+from outrider.actors.ranks.rank import greet
 from outrider.actors.ranks.wire import Postbox, Wire
 from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
 
@@ -116,7 +116,7 @@ class Counting:
         for _ in range(accepted + 1):
             tokens.append((join.tokens[-1] + self.emitted[join.request] + 1) % VOCAB)
             self.emitted[join.request] += 1
-            if tokens[-1] in how.stop_ids:
+            if tokens[-1] in join.end_ids:
                 finish = "stop"
             elif self.emitted[join.request] == how.max_tokens:
                 finish = "length"
@@ -154,14 +154,14 @@ class ThreadRanks:
         opened = [self._posts[0].listen(None) for _ in self.runners[1:]]
         relays = [wire for wire, _ in opened]
         self._wire = self._mine.connect(address)
-        self._wire.send(Hello(epoch=0, rank=DRIVER))
-        greet(inbox, Hello(epoch=0, rank=0), expect=DRIVER, timeout_s=5)
+        self._wire.send(Hello(rank=DRIVER))
+        greet(inbox, Hello(rank=0), expect=DRIVER, timeout_s=5)
         await self._wire.receive_async(Hello)
         loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, depth=self.depth)]
         for rank, (mine, address) in enumerate(opened, start=1):
             wire = self._posts[rank].connect(address)
-            wire.send(Hello(epoch=0, rank=rank))
-            greet(mine, Hello(epoch=0, rank=0), expect=rank, timeout_s=5)
+            wire.send(Hello(rank=rank))
+            greet(mine, Hello(rank=0), expect=rank, timeout_s=5)
             wire.receive(Hello, 5)
             loops.append(RankLoop(self.runners[rank], wire=wire, followers=None))
         for rank, loop in enumerate(loops):
@@ -184,7 +184,7 @@ class ThreadRanks:
         if not self._failed.done():
             self._failed.set_result(error)
 
-    def post(self, orders: Orders) -> None:
+    def post(self, orders: Commands) -> None:
         assert self._wire is not None
         with contextlib.suppress(ConnectionError):
             self._wire.send(orders)
@@ -204,7 +204,7 @@ class ThreadRanks:
 
     async def stop(self) -> None:
         if not self.killed and self._threads:
-            self.post(Orders(stop=True))
+            self.post(Commands(stop=True))
             for thread in self._threads:
                 await asyncio.to_thread(thread.join, 5)
         await self.kill()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outrider.model.edits import LogitEdits, log_probs
-from outrider.model.step import Join, Sampling
+from outrider.model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone
 from tests import checkpoints
@@ -111,7 +111,7 @@ def edited_by_hand(logits, prompt: list[int], emitted: list[int], how: Sampling)
 
 
 def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit() -> None:
-    edits = LogitEdits(4, 32, open_device("cpu", 0, alone()))
+    edits = LogitEdits(4, 32, open_device("cpu", 0, alone()), num_eos=2)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 50, generator=generator) * 4
     strong = Sampling(
@@ -119,7 +119,7 @@ def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit() -> None
         logit_bias=((7, 3.0), (7, 1.0), (0, -2.0)), min_tokens=3, stop_ids=(49, 7),
     )  # fmt: skip
     prompt, emitted = [1, 2, 2, 7], [2, 9, 9, 0]
-    edits.reset(Join(slot=2, request=0, tokens=prompt, pages=[], sampling=strong))
+    edits.reset(Join(slot=2, request=0, tokens=prompt, pages=[], sampling=strong, end_ids=[49, 7]))
     edits.note(torch.tensor([2]), torch.tensor([4]), torch.tensor([emitted]))
     slots, positions = torch.tensor([2, 1, 2]), torch.tensor([6, 9, 8])
     out = edits.apply(logits, slots, positions, reach=32)
@@ -212,3 +212,17 @@ def test_values_out_of_range_are_named(name: str, value: object) -> None:
     keys: dict = {name: value}
     with pytest.raises(ValueError, match=rf"sampling\.{name} = "):
         Sampling(**keys)
+
+
+def test_every_allowed_edit_fits_beside_the_models_own_end_ids() -> None:
+    edits = LogitEdits(1, 32, open_device("cpu", 0, alone()), num_eos=2)
+    sampling = Sampling(
+        min_tokens=4, logit_bias=tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS)),
+        stop_ids=tuple(range(MAX_LOGIT_BIAS, MAX_LOGIT_BIAS + MAX_STOP_IDS)),
+    )  # fmt: skip
+    end_ids = [*sampling.stop_ids, 498, 499]
+    edits.reset(Join(slot=0, request=0, tokens=[1], pages=[], sampling=sampling, end_ids=end_ids))
+    one = torch.tensor([0])
+    out = edits.apply(torch.zeros(1, 500), one, torch.tensor([2]), reach=32)
+    assert (out[0, :MAX_LOGIT_BIAS] == 1.0).all()
+    assert (out[0, end_ids] == float("-inf")).all()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.actors.driver.driver import Driver, Text
-from outrider.actors.driver.messages import Request
+from outrider.actors.driver.messages import GenerationRequest
 from outrider.actors.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -69,8 +69,8 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def ask(prompt: str | list[int], key: str = "", **sampling: Any) -> Request:
-    return Request(prompt=prompt, sampling=Sampling(**sampling), key=key)
+def ask(prompt: str | list[int], key: str = "", **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(prompt=prompt, sampling=Sampling(**sampling), key=key)
 
 
 def answer(prompt: list[int], max_tokens: int) -> list[int]:
@@ -121,15 +121,17 @@ def test_a_slow_reader_gets_what_gathered_as_one_chunk():
 def test_counters_of_a_request_are_those_of_its_iterations():
     async def work() -> None:
         async with driving(draft_tokens=3) as (driver, ranks):
-            request = driver.submit(ask([1], max_tokens=20))
-            completion = await request.result()
+            handle = driver.submit(ask([1], max_tokens=20))
+            completion = await handle.result()
             emitted, kept = 1, []
             while emitted < 20:
-                kept.append(kept_of(request.request, emitted, 3))
+                last = emitted
+                kept.append(kept_of(handle.request.number, emitted, 3))
                 emitted += min(kept[-1] + 1, 20 - emitted)
             stats = completion.stats
             assert stats.iterations == len(kept)
             assert stats.drafted == 3 * len(kept)
+            kept[-1] = min(kept[-1], 20 - last)  # of the drafts behind the end, none counts
             assert stats.accepted == sum(kept)
             assert stats.accepted_per_position == [sum(k > i for k in kept) for i in range(3)]
             assert stats.ttft_s > 0
@@ -208,11 +210,24 @@ def test_without_a_tokenizer_only_ids_are_taken():
 def test_a_full_queue_refuses_and_the_others_go_on():
     async def work() -> None:
         async with driving(max_queue=4, max_slots=1) as (driver, _):
-            handles = [driver.submit(ask([i], max_tokens=9)) for i in range(5)]  # one has the slot
+            driver.check_queue(5)  # one of them would have the slot
             with pytest.raises(QueueFullError):
-                driver.submit(ask([9]))
+                driver.check_queue(6)
+            handles = [driver.submit(ask([i], max_tokens=9)) for i in range(5)]
+            with pytest.raises(QueueFullError, match=r"4 requests wait .* limits\.max_queue = 4"):
+                driver.check_queue(1)
             done = [await handle.result() for handle in handles]
             assert [len(c.token_ids) for c in done] == [9] * 5
+            driver.check_queue(5)
+
+    run(work)
+
+
+def test_a_script_may_ask_for_more_than_a_servers_queue_holds():
+    async def work() -> None:
+        async with driving(max_queue=4) as (driver, _):
+            done = await driver.generate([ask([i], max_tokens=3) for i in range(200)])
+            assert [c.token_ids for c in done] == [answer([i], 3) for i in range(200)]
 
     run(work)
 

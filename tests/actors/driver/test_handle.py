@@ -1,56 +1,17 @@
-"""Stop strings: found in any split of the text, held back while they may begin, never shown."""
+"""Handles: what the callers of requests see while drafts, stop strings and other requests go on."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.actors.driver.driver import Driver
-from outrider.actors.driver.handle import StopStrings, merge
+from outrider.actors.driver.handle import merge
 from outrider.actors.errors import RequestError
 from tests.actors.conftest import Counting, ThreadRanks
 from tests.actors.driver.test_driver import answer, ask, driving, run
-
-words = st.text("ab", min_size=1, max_size=4)
-
-
-@given(text=st.text("abc", max_size=24), stops=st.lists(words, min_size=1, max_size=3))
-def test_text_ends_before_the_stop_string_that_is_complete_first(text: str, stops: list[str]):
-    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
-    out, stopper = "", StopStrings(stops)
-    for position, letter in enumerate(text, 1):
-        stopped = stopper.feed(letter)
-        out += stopper.take()
-        assert stopped == (bool(ends) and min(ends)[0] == position)
-        if stopped:
-            assert out == text[: min(start for end, start in ends if end == position)]
-            return
-        held = text[len(out) : position]
-        assert out + held == text[:position]
-        assert not held or any(s.startswith(held) for s in stops)
-    stopper.end()
-    assert out + stopper.take() == text
-
-
-@given(
-    text=st.text("ab", max_size=20),
-    stops=st.lists(words, min_size=1, max_size=3),
-    at=st.integers(0, 20),
-)
-def test_what_ends_before_it_is_armed_never_stops(text: str, stops: list[str], at: int):
-    stopper, out = StopStrings(stops), ""
-    for position, letter in enumerate(text, 1):
-        if stopper.feed(letter, armed=position >= at):
-            assert position >= at
-            assert any(text[:position].endswith(s) for s in stops)
-            return
-        out += stopper.take()
-        assert position < at or not any(text[:position].endswith(s) for s in stops)
-    stopper.end()
-    assert out + stopper.take() == text
 
 
 class Plain:
@@ -69,11 +30,9 @@ class Plain:
         return ""
 
 
-async def stopped(driver: Driver, stop: tuple[str, ...], prompt: str = "a", **how):
-    request = ask(prompt, **{"max_tokens": 20, **how})
-    return await driver.submit(
-        type(request)(prompt=prompt, sampling=request.sampling, stop=stop)
-    ).result()
+async def stopped(driver: Driver, stop: tuple[str, ...], prompt: str = "a", **sampling):
+    request = ask(prompt, **{"max_tokens": 20, **sampling})
+    return await driver.submit(dataclasses.replace(request, stop=stop)).result()
 
 
 def test_a_stop_string_ends_a_request_within_its_drafts_and_gives_its_slot_back():
@@ -108,10 +67,8 @@ def test_a_stop_string_ends_a_request_that_nobody_reads():
     async def work() -> None:
         ranks = ThreadRanks([Counting(step_s=0.001)])
         async with driving(ranks, text=Plain, max_model_len=200) as (driver, _):
-            request = ask("a", max_tokens=150)
-            handle = driver.submit(
-                type(request)(prompt="a", sampling=request.sampling, stop=("h",))
-            )
+            request = dataclasses.replace(ask("a", max_tokens=150), stop=("h",))
+            handle = driver.submit(request)
             await driver.drain()
             assert [c.text for c in [c async for c in handle]] == ["bcdefg"]
 
@@ -122,11 +79,11 @@ def test_merged_streams_are_the_streams():
     async def work() -> None:
         ranks = ThreadRanks([Counting(step_s=0.001)])
         async with driving(ranks) as (driver, _):
-            news = asyncio.Event()
-            handles = [driver.submit(ask([i], max_tokens=9 + i), news) for i in range(5)]
+            changed = asyncio.Event()
+            handles = [driver.submit(ask([i], max_tokens=9 + i), changed) for i in range(5)]
             tokens: dict[int, list[int]] = {i: [] for i in range(5)}
             ends = []
-            async for index, chunk in merge(handles, news):
+            async for index, chunk in merge(handles):
                 tokens[index] += chunk.token_ids
                 if chunk.finish_reason:
                     ends.append(index)

@@ -20,8 +20,8 @@ from outrider.actors.cluster.reader import load_spec
 from outrider.actors.errors import DivergenceError, EngineDeadError
 from outrider.actors.ranks.group import explain
 from outrider.actors.ranks.loop import RankLoop
-from outrider.actors.ranks.messages import Hello, Orders
-from outrider.actors.ranks.rank import DRIVER, Location, RankSetup, greet, settle_pages
+from outrider.actors.ranks.messages import DRIVER, Commands, Hello
+from outrider.actors.ranks.rank import Location, RankSetup, greet, settle_pages
 from outrider.actors.ranks.wire import Address, Postbox, Wire
 from outrider.model.config import ConfigError, load_config
 from outrider.model.plan import memory_plan
@@ -41,7 +41,7 @@ class Group:
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def order(self, *commands: Join | Leave) -> None:
-        self.driver.send(Orders(commands=list(commands)))
+        self.driver.send(Commands(commands=list(commands)))
 
     def events(self, until: Callable[[StepEvent], bool]) -> list[StepEvent]:
         seen = []
@@ -50,7 +50,7 @@ class Group:
         return seen
 
     def stop(self) -> None:
-        self.driver.send(Orders(stop=True))
+        self.driver.send(Commands(stop=True))
         for thread in self.threads:
             thread.join(5)
             assert not thread.is_alive()
@@ -68,15 +68,15 @@ def group() -> Iterator[MakeGroup]:
         pairs = [posts[0].listen(None) for _ in range(size - 1)]
         driver = posts[3].connect(address)
         made = Group(runners=[Counting(**runner) for _ in range(size)], driver=driver)
-        hello = Hello(epoch=1, rank=0)
-        driver.send(Hello(epoch=1, rank=DRIVER))
+        hello = Hello(rank=0)
+        driver.send(Hello(rank=DRIVER))
         greet(inbox, hello, expect=DRIVER, timeout_s=5)
         assert driver.receive(Hello, 5) == hello
         relays = [wire for wire, _ in pairs]
         loops = [RankLoop(made.runners[0], wire=inbox, followers=relays)]
         for rank, (relay, where) in enumerate(pairs, start=1):
             mine = posts[rank].connect(where)
-            mine.send(Hello(epoch=1, rank=rank))
+            mine.send(Hello(rank=rank))
             greet(relay, hello, expect=rank, timeout_s=5)
             mine.receive(Hello, 5)
             loops.append(RankLoop(made.runners[rank], wire=mine, followers=None))
@@ -211,11 +211,11 @@ def test_sockets_lie_in_a_private_folder_that_goes_away_once_connected():
     folder = Path(urlparse(address.endpoint).path).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     other = theirs.connect(address)
-    other.send(Hello(epoch=0, rank=1))
+    other.send(Hello(rank=1))
     wire.receive(Hello, 5)
     ours.hide()
     assert not folder.exists()
-    wire.send(Hello(epoch=0, rank=0))
+    wire.send(Hello(rank=0))
     assert other.receive(Hello, 5).rank == 0
     theirs.close()
     ours.close()
@@ -228,12 +228,12 @@ def test_a_wire_between_machines_is_sealed_with_a_key_told_beforehand():
     wrong, _ = zmq.curve_keypair()
     for secret in (b"", wrong):
         outside = stranger.connect(Address(endpoint=address.endpoint, secret=secret))
-        outside.send(Hello(epoch=0, rank=9))
+        outside.send(Hello(rank=9))
     with pytest.raises(TimeoutError, match="no Hello within"):
         wire.receive(Hello, 0.2)
     stranger.context.destroy(0)
     other = theirs.connect(address)
-    other.send(Hello(epoch=0, rank=1))
+    other.send(Hello(rank=1))
     assert wire.receive(Hello, 5).rank == 1
     theirs.close()
     ours.close()
@@ -244,7 +244,7 @@ def test_a_wire_takes_no_message_above_its_limit():
     wire, address = ours.listen(None)
     other = theirs.connect(address)
     with pytest.raises(ValueError, match="this wire takes 1000"):
-        other.send(Orders(commands=[join(0, 0, prompt=[1] * 2000)]))
+        other.send(Commands(commands=[join(0, 0, prompt=[1] * 2000)]))
     other.socket.send(b"x" * 2000)
     with pytest.raises(TimeoutError):
         wire.receive(Hello, 0.2)
@@ -255,19 +255,19 @@ def test_a_wire_takes_no_message_above_its_limit():
 def test_a_wire_takes_only_the_message_it_expects():
     ours, theirs = Postbox(), Postbox()
     wire, address = ours.listen(None)
-    theirs.connect(address).send(Hello(epoch=0, rank=1))
+    theirs.connect(address).send(Hello(rank=1))
     with pytest.raises(msgspec.ValidationError):
         wire.receive(StepPlan, 5)
     theirs.close()
     ours.close()
 
 
-def test_a_caller_of_another_epoch_is_refused():
+def test_a_caller_that_is_another_rank_is_refused():
     ours, theirs = Postbox(), Postbox()
     wire, address = ours.listen(None)
-    theirs.connect(address).send(Hello(epoch=3, rank=1))
-    with pytest.raises(DivergenceError, match="rank 1 of epoch 4"):
-        greet(wire, Hello(epoch=4, rank=0), expect=1, timeout_s=5)
+    theirs.connect(address).send(Hello(rank=2))
+    with pytest.raises(DivergenceError, match="expected rank 1 to call"):
+        greet(wire, Hello(rank=0), expect=1, timeout_s=5)
     theirs.close()
     ours.close()
 
@@ -318,7 +318,6 @@ def test_a_rank_takes_the_pages_its_device_has_room_for(
     setup = RankSetup(
         rank=0,
         size=2,
-        epoch=0,
         spec=spec,
         run=run,
         device="cuda",

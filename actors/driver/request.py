@@ -1,0 +1,198 @@
+"""One request from submit to end: what was asked, what has come, how it ended, and with which text.
+
+    Progress -> Request.accept -> tokens, stop strings, counters, finish      take -> Chunk
+`prompt` and `emitted` are its whole text so far: all that a replay on other ranks needs. Text is
+made when a chunk is taken. With stop strings it is made at once, token by token, so that a match
+ends the request whether or not anybody reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from outrider.actors.driver.messages import Chunk, Completion, RequestStats
+from outrider.actors.driver.stop_strings import StopStrings
+from outrider.model.step import Progress, Sampling
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one request into text; only whole characters come out."""
+
+    def push(self, ids: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
+
+
+class Counters:
+    """Iterations, tokens and drafts: of one request, or summed over many."""
+
+    def __init__(self, draft_tokens: int) -> None:
+        """draft_tokens: the engine's K, the number of draft positions."""
+        self.iterations = self.drafted = self.accepted = self.tokens = 0
+        self.per_position = [0] * draft_tokens
+        """How often the draft at each position was accepted."""
+
+    def add(self, progress: Progress) -> None:
+        self.tokens += len(progress.tokens)
+        if progress.verified:
+            self.iterations += 1
+            self.drafted += progress.drafted
+            self.accepted += progress.accepted
+            for position in range(progress.accepted):
+                self.per_position[position] += 1
+
+
+class Request:
+    """One request. The scheduler gives it its slot and its progress; its caller takes chunks."""
+
+    def __init__(
+        self,
+        number: int,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        draft_tokens: int,
+        stop: Sequence[str] = (),
+        key: str = "",
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        """number: never used twice. sampling: its seed drawn, max_tokens cut to the context.
+
+        stop: texts that end the answer. key: the caller's name for it. detokenizer: None where the
+        checkpoint has no tokenizer; then every text is empty.
+        """
+        self.number = number
+        self.prompt = prompt
+        self.sampling = sampling
+        self.key = key
+        self.emitted: list[int] = []
+        self.slot: int | None = None
+        """None while it waits, and for ever if it ends before it gets one."""
+        self.finish: str | None = None
+        """Why the answer is complete: "stop" or "length"; None while it goes on."""
+        self.error: Exception | None = None
+        """Why there will be no complete answer."""
+        self.counters = Counters(draft_tokens)
+        self._detokenizer = detokenizer
+        self._stop_strings = StopStrings(stop) if stop else None
+        self._num_taken = 0
+        self._logprobs: list[list[tuple[int, float]]] = []
+        """Of the tokens that no chunk has carried yet."""
+        self._submitted_s = self._first_s = self._last_s = time.perf_counter()
+        self._num_first = 0
+        """Tokens of the first step that yielded any."""
+
+    @property
+    def ended(self) -> bool:
+        """No more tokens will come."""
+        return self.finish is not None or self.error is not None
+
+    def accept(self, progress: Progress) -> Progress:
+        """Add one step's tokens, up to the end of the request; returns what of them counts.
+
+        A stop string may end the request before the ranks do. Drafts that were accepted behind the
+        last token that counts are not in the answer, so they do not count as accepted.
+        """
+        assert not self.ended, f"request {self.number} has ended and got more tokens"
+        count, finish = len(progress.tokens), progress.finish
+        if self._stop_strings is not None:
+            count, finish = self._scan(self._stop_strings, progress.tokens, finish)
+        if finish is not None:
+            progress = replace(
+                progress,
+                tokens=progress.tokens[:count],
+                logprobs=progress.logprobs[:count],
+                accepted=min(progress.accepted, count),
+                finish=finish,
+            )
+        self._last_s = time.perf_counter()
+        if not self.emitted:
+            self._first_s, self._num_first = self._last_s, count
+        self.counters.add(progress)
+        self.emitted += progress.tokens
+        self._logprobs += progress.logprobs
+        self.finish = finish
+        return progress
+
+    def fail(self, error: Exception) -> None:
+        """End the request without a complete answer; the first end counts."""
+        if not self.ended:
+            self.error = error
+
+    def take(self) -> Chunk | None:
+        """What has come since the last chunk; None when nothing has.
+
+        The last chunk has finish_reason and stats. Raises `error` behind the tokens before it.
+        """
+        tokens = self.emitted[self._num_taken :]
+        if not tokens and self.finish is None:
+            if self.error is not None:
+                raise self.error
+            return None
+        self._num_taken += len(tokens)
+        logprobs, self._logprobs = self._logprobs, []
+        if self._stop_strings is None:
+            text = self._decode(tokens, self.finish)
+        else:
+            text = self._stop_strings.take()
+        return Chunk(
+            token_ids=tokens,
+            text=text,
+            logprobs=logprobs,
+            at_s=self._last_s - self._submitted_s,
+            finish_reason=self.finish,
+            stats=self.stats() if self.finish is not None else None,
+        )
+
+    def completion(self, chunks: Sequence[Chunk]) -> Completion:
+        """The whole answer, from all of its chunks."""
+        assert self.finish is not None
+        assert self.sampling.seed is not None
+        return Completion(
+            prompt_ids=self.prompt,
+            token_ids=[token for chunk in chunks for token in chunk.token_ids],
+            text="".join(chunk.text for chunk in chunks),
+            logprobs=[row for chunk in chunks for row in chunk.logprobs],
+            finish_reason=self.finish,
+            seed=self.sampling.seed,
+            stats=self.stats(),
+        )
+
+    def stats(self) -> RequestStats:
+        counters = self.counters
+        num_later = counters.tokens - self._num_first
+        return RequestStats(
+            iterations=counters.iterations,
+            drafted=counters.drafted,
+            accepted=counters.accepted,
+            accepted_per_position=list(counters.per_position),
+            ttft_s=self._first_s - self._submitted_s,
+            tpot_s=(self._last_s - self._first_s) / num_later if num_later else 0.0,
+            e2e_s=self._last_s - self._submitted_s,
+        )
+
+    def _decode(self, tokens: list[int], finish: str | None) -> str:
+        """The text of tokens; a token that stopped the answer has none."""
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.push(tokens[:-1] if finish == "stop" else tokens)
+        return text + self._detokenizer.finish() if finish else text
+
+    def _scan(
+        self, stop_strings: StopStrings, tokens: list[int], finish: str | None
+    ) -> tuple[int, str | None]:
+        """Make text of each token in turn -> how many tokens count, and how the request ends.
+
+        Before the answer has min_tokens tokens no stop string ends it.
+        """
+        for count, token in enumerate(tokens, 1):
+            text = self._decode([token], finish if count == len(tokens) else None)
+            armed = len(self.emitted) + count >= self.sampling.min_tokens
+            if stop_strings.feed(text, armed=armed):
+                return count, "stop"
+        if finish is not None:
+            stop_strings.end()
+        return len(tokens), finish
