@@ -105,8 +105,9 @@ class Runner:
             return
         for slot in range(num_slots):
             pages = list(range(1 + slot * need, min(1 + (slot + 1) * need, run.num_pages)))
-            who = {"slot": slot, "request": slot - num_slots}
-            self.apply([Join(**who, tokens=[0] * prompt, pages=pages, sampling=how)])
+            number = slot - num_slots
+            tokens = [0] * prompt
+            self.apply([Join(slot=slot, request=number, tokens=tokens, pages=pages, sampling=how)])
         for depth in itertools.cycle(depths or (run.draft_tokens,)):
             if not self.has_work:
                 break

@@ -15,7 +15,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import zmq.asyncio
@@ -140,7 +140,7 @@ class EngineClient:
 
     async def _read(self) -> None:
         while True:
-            reply = await self._wire.receive_async(Reply)
+            reply: Reply = await self._wire.receive_async(cast(Any, Reply))
             if isinstance(reply, LoadProgress):
                 self.loaded = (reply.done_bytes, reply.total_bytes)
             elif reply.call in self._replies:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.messages import (
@@ -45,13 +45,14 @@ class DriverServer:
 
     async def serve(self) -> None:
         while True:
-            match await self._wire.receive_async(Call):
+            call: Call = await self._wire.receive_async(cast(Any, Call))
+            match call:
                 case Stop():
                     return
                 case Abort(keys=keys):
                     for key in keys:
                         self._driver.abort(key)
-                case call:
+                case _:
                     answering = asyncio.ensure_future(self._answer(call))
                     self._answering.add(answering)
                     answering.add_done_callback(self._answering.discard)

@@ -152,7 +152,7 @@ class RankGroup:
         return (await _first_error([opened], self._places))[0]
 
     async def _greet(self, meeting: Rendezvous) -> None:
-        hello = Hello(epoch=self._setups[0].epoch, rank=DRIVER)
+        hello = Hello(rank=DRIVER)
         self._wire = self._post.connect(meeting.inbox)
         self._wire.send(hello)
         answer = await self._wire.receive_async(Hello)
