@@ -140,11 +140,12 @@ class Scheduler:
         return commands
 
     def apply(self, event: StepEvent) -> list[Request]:
-        """Hand a step's progress to its requests, and free those that ended; -> who changed.
+        """Hand a step's progress to its requests, and free those that ended; -> each that changed.
 
-        Progress of a request that ended while the step ran is dropped.
+        A step may bring a request its first token and those of an iteration. Progress of a request
+        that ended while the step ran is dropped.
         """
-        changed = []
+        changed: dict[int, Request] = {}
         for progress in event.progress:
             request = self._running.get(progress.request)
             if request is None:
@@ -153,8 +154,8 @@ class Scheduler:
             self._accept(request, progress)
             if request.ended:
                 self._free(request, ranks_know=progress.finish is not None)
-            changed.append(request)
-        return changed
+            changed[request.number] = request
+        return list(changed.values())
 
     def abort(self, number: int) -> Request | None:
         """End a request before its answer is complete; None: no unfinished one has this number."""

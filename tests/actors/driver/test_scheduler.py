@@ -204,6 +204,18 @@ def test_a_stop_string_ends_a_request_before_the_ranks_do():
     s.blocks.check_idle()
 
 
+def test_a_first_token_and_an_iteration_in_one_step_are_one_change():
+    s = scheduler()
+    request = add(s, [1], max_tokens=3)
+    s.commands()
+    progress = [
+        Progress(request=0, slot=0, tokens=[5], verified=False),
+        Progress(request=0, slot=0, tokens=[6, 7], drafted=1, accepted=1, finish="length"),
+    ]
+    assert s.apply(StepEvent(iteration=1, step_s=0.0, progress=progress)) == [request]
+    assert request.emitted == [5, 6, 7]
+
+
 def test_the_ranks_own_end_is_not_told_back_to_them():
     s = scheduler()
     request = add(s, [1], stop=("b",), max_tokens=9)
