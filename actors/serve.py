@@ -69,7 +69,7 @@ class Replica:
         self._mode = effective_mode(run, model)
         self._ranks, self._driver, notes = assemble(setup)
         await self._driver.start()
-        for note in notes + self._ranks.notes():
+        for note in notes + self._ranks.warnings():
             log.warning(note)
         log.info("%s", self._mode["line"])
         text = self._driver.text

@@ -16,8 +16,8 @@ import zmq.asyncio
 from outrider.actors.driver.assembly import DriverSetup, assemble
 from outrider.actors.driver.server import DriverServer
 from outrider.actors.errors import EngineClosedError
+from outrider.actors.ranks.connection import Address, Connector
 from outrider.actors.ranks.messages import Hello
-from outrider.actors.ranks.wire import Address, Postbox
 
 
 class DriverProcess:
@@ -25,17 +25,17 @@ class DriverProcess:
 
     async def open(self, here: bool, host: str) -> Address:
         """Where to reach this driver. here: its Engine is on this machine; host: address if not."""
-        self._post = Postbox(zmq.asyncio.Context(io_threads=1), limit_bytes=-1)
-        self._wire, address = self._post.listen(None if here else host)
+        self._connector = Connector(zmq.asyncio.Context(io_threads=1), limit_bytes=-1)
+        self._connection, address = self._connector.listen(None if here else host)
         return address
 
     async def start(self, setup: DriverSetup) -> list[str]:
         """Returns when requests may come, with warnings for the user. EngineClosedError when the
         Engine says stop before that."""
-        await self._wire.receive_async(Hello)
-        self._post.hide()
+        await self._connection.receive_async(Hello)
+        self._connector.remove_folder()
         self._ranks, self._driver, notes = assemble(setup)
-        server = DriverServer(self._wire, self._driver, self._about)
+        server = DriverServer(self._connection, self._driver, self._about)
         self._serving = asyncio.ensure_future(server.serve())
         reporting = asyncio.ensure_future(server.report(lambda: self._ranks.loaded_bytes))
         starting = asyncio.ensure_future(self._driver.start())
@@ -46,7 +46,7 @@ class DriverProcess:
             await asyncio.wait({starting})
             raise EngineClosedError("the engine was closed while it started")
         starting.result()
-        return notes + self._ranks.notes()
+        return notes + self._ranks.warnings()
 
     async def run(self) -> None:
         """Until the Engine says stop; then the ranks are gone."""

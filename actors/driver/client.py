@@ -1,9 +1,9 @@
 """The Engine's end of the connection to its driver, which lives in another process.
 
-    caller's thread -> Call -> EngineClient's thread -> Wire -> driver
+    caller's thread -> Call -> EngineClient's thread -> Connection -> driver
     driver -> Reply -> EngineClient's thread -> the queue of its call -> caller's thread
 Calls block and may come from any thread; each has a number and waits for its own replies. The
-client's own thread is the only one that touches the wire.
+client's own thread is the only one that touches the connection.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from outrider.actors.driver.messages import (
     Streamed,
 )
 from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
+from outrider.actors.ranks.connection import Address, Connector
 from outrider.actors.ranks.messages import DRIVER, Hello
-from outrider.actors.ranks.wire import Address, Postbox
 
 Replies = queue.SimpleQueue[Completed | Streamed | Stats | Failed]
 
@@ -129,18 +129,18 @@ class EngineClient:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(task)
-        self._post.close()
+        self._connector.close()
         self._loop.close()
 
     def _connect(self) -> None:
-        self._post = Postbox(zmq.asyncio.Context(io_threads=1), limit_bytes=-1)
-        self._wire = self._post.connect(self._address)
-        self._wire.send(Hello(rank=DRIVER))
+        self._connector = Connector(zmq.asyncio.Context(io_threads=1), limit_bytes=-1)
+        self._connection = self._connector.connect(self._address)
+        self._connection.send(Hello(rank=DRIVER))
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
         while True:
-            reply: Reply = await self._wire.receive_async(cast(Any, Reply))
+            reply: Reply = await self._connection.receive_async(cast(Any, Reply))
             if isinstance(reply, LoadProgress):
                 self.loaded = (reply.done_bytes, reply.total_bytes)
             elif reply.call in self._replies:
@@ -158,7 +158,7 @@ class EngineClient:
 
     def _send(self, call: Call) -> None:
         try:
-            self._wire.send(call)
+            self._connection.send(call)
         except ConnectionError as error:
             self._fail(EngineDeadError("the driver process is gone", str(error)))
 

@@ -31,7 +31,7 @@ from outrider.model.step import Join, Leave, Sampling, StepEvent
 
 log = logging.getLogger(__name__)
 COMMAND_TOKENS = 1 << 20
-"""Prompt tokens after which a list of commands is split, so that each message fits a wire."""
+"""Prompt tokens after which a list of commands is split, so that each message fits a connection."""
 
 
 class Text(Protocol):
@@ -81,7 +81,7 @@ class Driver:
         return self._dead
 
     async def start(self) -> None:
-        """Ready once a token has come through every rank and wire. ConfigError, EngineDeadError."""
+        """Returns once a first token has come through every rank. ConfigError, EngineDeadError."""
         starting = asyncio.ensure_future(self._ranks.start())
         try:
             pages, self.text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
@@ -244,10 +244,10 @@ class Driver:
                 self._handles[command.request].changed.set()  # it has a slot
                 num_tokens += len(command.tokens)
             if num_tokens > COMMAND_TOKENS:
-                self._ranks.post(Commands(commands=batch))
+                self._ranks.send(Commands(commands=batch))
                 batch, num_tokens = [], 0
         if batch:
-            self._ranks.post(Commands(commands=batch))
+            self._ranks.send(Commands(commands=batch))
 
     def _notify(self, request: Request) -> None:
         """Wake whoever waits for a request that has changed; forget it if it has ended."""

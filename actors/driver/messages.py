@@ -1,8 +1,8 @@
 """What an Engine and its driver say to each other: calls one way, replies the other.
 
     Engine -- Call --> driver        driver -- Reply --> Engine
-Each travels as msgpack over a Wire (ranks/wire.py). Calls that want a reply have a number, which
-their replies carry.
+Each travels as msgpack over a Connection (ranks/connection.py). Calls that want a reply have a
+number, which their replies carry.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The driver's end of the connection to its Engine.
 
-    Wire -> Call -> DriverServer -> Driver        DriverServer -> Reply -> Wire
-One wire carries all calls of an Engine at once; each has a number, which its replies carry. Ray
-carries the start of the driver, the errors of the start, and its death.
+    Connection -> Call -> DriverServer -> Driver        DriverServer -> Reply -> Connection
+One connection carries all calls of an Engine at once; each has a number, which its replies carry.
+Ray carries the start of the driver, the errors of the start, and its death.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.actors.driver.messages import (
     Stream,
     Streamed,
 )
-from outrider.actors.ranks.wire import Wire
+from outrider.actors.ranks.connection import Connection
 
 REPORT_S = 0.2
 """Seconds between two reports of the loading progress."""
@@ -36,16 +36,18 @@ REPORT_S = 0.2
 class DriverServer:
     """Answers each call with its replies, until one says stop."""
 
-    def __init__(self, wire: Wire, driver: Driver, about: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, connection: Connection, driver: Driver, about: Callable[[], dict[str, Any]]
+    ) -> None:
         """about: what GetStats adds to the driver's own statistics."""
-        self._wire = wire
+        self._connection = connection
         self._driver = driver
         self._about = about
         self._answering: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         while True:
-            call: Call = await self._wire.receive_async(cast(Any, Call))
+            call: Call = await self._connection.receive_async(cast(Any, Call))
             match call:
                 case Stop():
                     return
@@ -61,7 +63,7 @@ class DriverServer:
         """Send the loading progress until this task is cancelled."""
         while True:
             done_bytes, total_bytes = loaded()
-            self._wire.send(LoadProgress(done_bytes, total_bytes))
+            self._connection.send(LoadProgress(done_bytes, total_bytes))
             await asyncio.sleep(REPORT_S)
 
     async def _answer(self, call: Generate | Stream | GetStats) -> None:
@@ -70,12 +72,12 @@ class DriverServer:
                 match call:
                     case GetStats():
                         stats = self._driver.stats() | self._about()
-                        self._wire.send(Stats(call.call, stats))
+                        self._connection.send(Stats(call.call, stats))
                     case Stream(request=request):
                         async for chunk in self._driver.submit(request):
-                            self._wire.send(Streamed(call.call, chunk))
+                            self._connection.send(Streamed(call.call, chunk))
                     case Generate(requests=requests):
                         completions = await self._driver.generate(requests)
-                        self._wire.send(Completed(call.call, completions))
+                        self._connection.send(Completed(call.call, completions))
             except Exception as error:  # whatever it is, the caller waits for it
-                self._wire.send(Failed(call.call, Failure.of(error)))
+                self._connection.send(Failed(call.call, Failure.of(error)))

@@ -1,7 +1,7 @@
 """A rank as a Ray actor: one line a method over ranks/rank.py.
 
-    wake -> open (rank 0) -> connect -> load -> run (one long call) -> shutdown
-Ray starts the process and carries these calls; everything else goes over wires.
+    prepare -> open (rank 0) -> connect -> load -> run (one long call) -> shutdown
+Ray starts the process and carries these calls; everything else goes over connections.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from outrider.actors.ranks.rank import Location, Rank, RankSetup, Rendezvous
 
 @ray.remote
 class RankActor:
-    """Rank in a Ray worker process.
+    """A Rank in a Ray worker process.
 
-    No concurrency group: run() then holds the worker's main thread, which else wakes a hundred
-    times a second (1 % of a core). wake() rather than __init__: an error of a method reaches the
-    driver as it was raised.
+    It has no concurrency group, so that run() holds the worker's main thread; while that thread is
+    free, Ray wakes it a hundred times a second (1 % of a core). prepare() does what __init__ could,
+    because the driver gets the error of a method as it was raised.
     """
 
     _rank: Rank
 
-    def wake(self, setup: RankSetup) -> Location:
+    def prepare(self, setup: RankSetup) -> Location:
         if setup.device == "npu" and setup.spec.parallel.rank_cpus == "auto":
             ids = ray.get_runtime_context().get_accelerator_ids()
             setup = replace(setup, cpus=near_cpus(setup.device, ids) or setup.cpus)
@@ -39,10 +39,10 @@ class RankActor:
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
         return self._rank.open(host, peers, driver_here)
 
-    def connect(self, meeting: Rendezvous) -> int:
+    def connect(self, rendezvous: Rendezvous) -> int:
         ids = ray.get_runtime_context().get_accelerator_ids()
         device = self._rank.setup.device
-        return self._rank.connect(meeting, device_index(device, ids, os.environ))
+        return self._rank.connect(rendezvous, device_index(device, ids, os.environ))
 
     def load(self, num_pages: int) -> dict[str, Any]:
         return self._rank.load(num_pages)

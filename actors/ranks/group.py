@@ -1,9 +1,9 @@
-"""The group of ranks as the driver sees it: start, orders in, events out, end. Hides the transport.
+"""The group of ranks as the driver sees it: start, commands in, events out, end.
 
-    start(): wake all -> rank 0 opens wires -> all connect -> all load -> all run()
-    post(orders) --> leader        event() <-- leader        ended(): why the first rank stopped
+    start(): prepare all -> rank 0 listens -> all connect -> all load -> all run()
+    send(Commands) --> leader      event() <-- leader      ended(): why the first rank stopped
 A RankGroup starts once and ends once. The unit of failure is the whole group: when one rank ends,
-all are killed. Ray carries birth and death; each iteration goes over a wire.
+all are killed. Ray starts, watches and kills the processes; each iteration goes over a connection.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from outrider.actors.cluster.placement import bundle_options, bundles, rank_env
 from outrider.actors.cluster.spec import Spec
 from outrider.actors.errors import EngineDeadError
 from outrider.actors.ranks.actor import RankActor
+from outrider.actors.ranks.connection import Connection, Connector
 from outrider.actors.ranks.messages import DRIVER, Commands, Hello, Loading
 from outrider.actors.ranks.rank import Location, RankSetup, Rendezvous
-from outrider.actors.ranks.wire import Postbox, Wire
 from outrider.model.config import ConfigError, RunConfig
 from outrider.model.step import StepEvent
 
@@ -35,22 +35,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.3
-"""After a failure that may be an echo, how long the other ranks may still report its cause."""
+"""After the first failure, how long other ranks may still report one nearer to the cause."""
 KILL_TIMEOUT_S = 10.0
 USER_ERRORS = {"ConfigError", "DeviceError", "AffinityError", "PlacementError"}
 
 
 class Ranks(Protocol):
-    """What the driver needs of a group; tests put threads behind it."""
+    """What the driver needs of a group of ranks. Tests have one whose ranks are threads."""
 
     async def start(self) -> int | None:
-        """Returns when every rank is ready: the KV pages each holds, None: as was planned.
+        """Returns when every rank is ready: the KV pages that each holds, None: as planned.
 
-        ConfigError or EngineDeadError otherwise.
+        ConfigError or EngineDeadError when one cannot start.
         """
         ...
 
-    def post(self, orders: Commands) -> None: ...
+    def send(self, commands: Commands) -> None: ...
 
     async def event(self) -> StepEvent: ...
 
@@ -61,7 +61,7 @@ class Ranks(Protocol):
     def stats(self) -> list[dict[str, Any]]: ...
 
     async def stop(self) -> None:
-        """Orderly end; kills what does not follow."""
+        """Let every rank leave its loop; kill those that do not."""
         ...
 
     async def kill(self) -> None:
@@ -97,12 +97,12 @@ class RankGroup:
             )
             for rank in range(run.tensor_parallel)
         ]
-        self._post = Postbox(zmq.asyncio.Context(io_threads=1))
-        self._wire: Wire | None = None
+        self._connector = Connector(zmq.asyncio.Context(io_threads=1))
+        self._connection: Connection | None = None
         self._actors: list[Any] = []
         self._places: list[Location] = []
         self._runs: list[asyncio.Task[None]] = []
-        self._facts: list[dict[str, Any]] = []
+        self._rank_stats: list[dict[str, Any]] = []
         self._loaded = (0, 0)
         self._stage = ""
 
@@ -128,17 +128,17 @@ class RankGroup:
                 env=rank_env(setup.device),
             )
             self._actors.append(actor.options(**options).remote())
-        self._places = await self._all("wake", [(setup,) for setup in self._setups])
-        meeting = await self._open()
-        greeting = asyncio.ensure_future(self._greet(meeting))
+        self._places = await self._all("prepare", [(setup,) for setup in self._setups])
+        rendezvous = await self._open()
+        greeting = asyncio.ensure_future(self._say_hello(rendezvous))
         try:
-            pages = min(await self._all("connect", [(meeting,)] * len(self._actors)))
+            pages = min(await self._all("connect", [(rendezvous,)] * len(self._actors)))
             await greeting
         finally:
             greeting.cancel()
-        listening = asyncio.ensure_future(self._listen())
+        listening = asyncio.ensure_future(self._follow_loading())
         try:
-            self._facts = await self._all("load", [(pages,)] * len(self._actors))
+            self._rank_stats = await self._all("load", [(pages,)] * len(self._actors))
             await listening
         finally:
             listening.cancel()
@@ -151,28 +151,28 @@ class RankGroup:
         opened = _value(self._actors[0].open.remote(leader.host, peers, leader.node == here))
         return (await _first_error([opened], self._places))[0]
 
-    async def _greet(self, meeting: Rendezvous) -> None:
+    async def _say_hello(self, rendezvous: Rendezvous) -> None:
         hello = Hello(rank=DRIVER)
-        self._wire = self._post.connect(meeting.inbox)
-        self._wire.send(hello)
-        answer = await self._wire.receive_async(Hello)
+        self._connection = self._connector.connect(rendezvous.inbox)
+        self._connection.send(hello)
+        answer = await self._connection.receive_async(Hello)
         assert answer == Hello(rank=0), f"{answer} is not the leader's"
 
-    async def _listen(self) -> None:
-        """The leader's loading notes, up to the last."""
-        assert self._wire is not None
-        while not (note := await self._wire.receive_async(Loading)).ended:
-            self._loaded = (note.done_bytes, note.total_bytes)
+    async def _follow_loading(self) -> None:
+        """Take the leader's reports of its loading, up to the last."""
+        assert self._connection is not None
+        while not (report := await self._connection.receive_async(Loading)).ended:
+            self._loaded = (report.done_bytes, report.total_bytes)
 
     @property
     def loaded_bytes(self) -> tuple[int, int]:
-        """Bytes loaded and to load, over all ranks; zeros before they know."""
+        """Bytes loaded and to load, over all ranks; zeros before they are known."""
         done, total = self._loaded
         return done * len(self._setups), total * len(self._setups)
 
-    def notes(self) -> list[str]:
-        """What the user should know of ranks that do run."""
-        niced = [part["rank"] for part in self._facts if part["nice"] > 0]
+    def warnings(self) -> list[str]:
+        """What the user should know although the ranks run."""
+        niced = [stats["rank"] for stats in self._rank_stats if stats["nice"] > 0]
         if not niced:
             return []
         return [
@@ -188,14 +188,14 @@ class RankGroup:
         ]
         return await _first_error(calls, self._places)
 
-    def post(self, orders: Commands) -> None:
-        assert self._wire is not None
+    def send(self, commands: Commands) -> None:
+        assert self._connection is not None
         with contextlib.suppress(ConnectionError):  # then ended() says why
-            self._wire.send(orders)
+            self._connection.send(commands)
 
     async def event(self) -> StepEvent:
-        assert self._wire is not None
-        return await self._wire.receive_async(StepEvent)
+        assert self._connection is not None
+        return await self._connection.receive_async(StepEvent)
 
     async def ended(self) -> EngineDeadError:
         try:
@@ -206,13 +206,13 @@ class RankGroup:
 
     def stats(self) -> list[dict[str, Any]]:
         """Of each rank: pid, CPUs, allocated bytes; empty before all have loaded."""
-        return self._facts
+        return self._rank_stats
 
     async def stop(self) -> None:
         if self._runs and not any(run.done() for run in self._runs):
             with contextlib.suppress(TimeoutError, EngineDeadError, ConfigError):
                 async with asyncio.timeout(KILL_TIMEOUT_S):
-                    self.post(Commands(stop=True))
+                    self.send(Commands(stop=True))
                     await _first_error([asyncio.shield(run) for run in self._runs], self._places)
                     await self._all("shutdown", [()] * len(self._actors))
         await self.kill()
@@ -233,8 +233,8 @@ class RankGroup:
                     log.error("rank %d (pid %d) outlives its kill", rank, place.pid)
                     break
                 await asyncio.sleep(0.01)
-        if not self._post.context.closed:
-            self._post.close()
+        if not self._connector.context.closed:
+            self._connector.close()
 
 
 def _alive(pid: int) -> bool:
@@ -254,12 +254,15 @@ async def _value(ref: Any) -> Any:
 async def _first_error(
     calls: Sequence[Coroutine[Any, Any, T] | asyncio.Future[T]], places: Sequence[Location]
 ) -> list[T]:
-    """All results in rank order, or the failure that best names the cause, as our own error."""
+    """The results in rank order; or raises the failure nearest to the cause, as an error of ours.
+
+    A rank that fails makes the others fail too, so those get GRACE_S to report as well.
+    """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         errors = [error for task in done if (error := task.exception()) is not None]
-        if pending and all(_remoteness(error) > 1 for error in errors):
+        if pending and all(_distance_from_cause(error) > 1 for error in errors):
             await asyncio.wait(pending, timeout=GRACE_S)
     finally:
         for task in tasks:
@@ -271,12 +274,15 @@ async def _first_error(
         if task.done() and not task.cancelled() and (error := task.exception()) is not None
     ]
     if failures:
-        raise explain(*min(failures, key=lambda failure: _remoteness(failure[1])), places)
+        raise explain(*min(failures, key=lambda failure: _distance_from_cause(failure[1])), places)
     return [task.result() for task in tasks]
 
 
-def _remoteness(error: BaseException) -> int:
-    """Of a failure from its cause: a lost peer or a timeout is what the other ranks see of it."""
+def _distance_from_cause(error: BaseException) -> int:
+    """How far an error is from what went wrong; 0: it is the cause.
+
+    A lost peer or a timeout is what the other ranks see of it.
+    """
     cause = _cause(error)
     if isinstance(cause, ConfigError) or type(cause).__name__ in USER_ERRORS:
         return 0
@@ -288,14 +294,14 @@ def _remoteness(error: BaseException) -> int:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The exception as the rank raised it."""
+    """The exception as the rank raised it, without Ray's wrapping."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         return error.cause
     return error
 
 
 def explain(rank: int, error: BaseException, places: Sequence[Location] = ()) -> Exception:
-    """One rank's failure in a line: ConfigError if a user can change it, else EngineDeadError."""
+    """One rank's failure in a line: ConfigError if the user can mend it, else EngineDeadError."""
     cause = _cause(error)
     who = f"rank {rank}" + (f" (pid {places[rank].pid})" if rank < len(places) else "")
     if isinstance(cause, RayActorError):
@@ -307,7 +313,7 @@ def explain(rank: int, error: BaseException, places: Sequence[Location] = ()) ->
 
 
 def _exit_detail(text: str) -> str:
-    """Ray's own reason without its advice; the whole text stays in the error's detail."""
+    """The reason in Ray's text, without its advice; the whole text is in the error's detail."""
     for mark in ("Worker exit detail: ", "exit_detail: ", "The actor is dead because "):
         _, found, rest = text.partition(mark)
         if found:

@@ -3,7 +3,7 @@
     leader (rank 0): inbox -> StepPlan -> the same plan to every follower -> step -> StepEvent
     follower:        StepPlan -> digest check -> the same step
 One plan, one step: what reaches the inbox during a step is part of the next plan. While no request
-is active, the leader sleeps on its inbox and the followers on their wire.
+is active, the leader sleeps on its inbox and the followers on their connection.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.actors.errors import DivergenceError
+from outrider.actors.ranks.connection import Connection
 from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.messages import Commands
-from outrider.actors.ranks.wire import Wire
 from outrider.model.step import Join, Leave, Progress, StepEvent, StepPlan
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 PLAN_TOKENS = 1 << 20
-"""The leader stops reading its inbox at this many prompt tokens: a StepPlan must fit a wire."""
+"""The leader stops reading its inbox at this many prompt tokens: a StepPlan has a size limit."""
 
 
 class Steps(Protocol):
@@ -45,16 +45,16 @@ class RankLoop:
         self,
         runner: Steps,
         *,
-        wire: Wire,
-        followers: Sequence[Wire] | None,
+        connection: Connection,
+        followers: Sequence[Connection] | None,
         depth: Depth | None = None,
     ) -> None:
-        """wire: the driver's (leader) or the leader's (follower). followers None: a follower.
+        """connection: the driver's (leader) or the leader's (follower). followers None: a follower.
 
         depth: what chooses the drafts of each plan; the leader's.
         """
         self._runner = runner
-        self._wire = wire
+        self._connection = connection
         self._followers = followers
         self._depth = depth
 
@@ -64,11 +64,11 @@ class RankLoop:
         else:
             self._lead(self._followers)
 
-    def _lead(self, followers: Sequence[Wire]) -> None:
+    def _lead(self, followers: Sequence[Connection]) -> None:
         iteration = 0
         unstarted: set[int] = set()  # joined, but without a token: their prefill goes on
         for seq in count():
-            commands, stop = self._orders()
+            commands, stop = self._read_inbox()
             depth = self._depth and self._depth.choose()
             digest = self._runner.digest()
             plan = StepPlan(seq=seq, commands=commands, digest=digest, stop=stop, depth=depth)
@@ -85,28 +85,28 @@ class RankLoop:
             progress = self._runner.step()
             step_s = perf_counter() - started
             iteration += 1
-            self._wire.send(StepEvent(iteration, step_s, progress, depth))
+            self._connection.send(StepEvent(iteration, step_s, progress, depth))
             if self._depth and not unstarted:
                 self._depth.note(step_s, progress)
             unstarted.difference_update(p.request for p in progress)
 
-    def _orders(self) -> tuple[list[Join | Leave], bool]:
+    def _read_inbox(self) -> tuple[list[Join | Leave], bool]:
         """All that waits in the inbox, in order; sleeps on it when there is nothing else to do."""
         commands: list[Join | Leave] = []
         tokens = 0
-        while (not commands and not self._runner.has_work) or self._wire.ready():
-            orders = self._wire.receive(Commands)
-            commands += orders.commands
-            if orders.stop:
+        while (not commands and not self._runner.has_work) or self._connection.ready():
+            received = self._connection.receive(Commands)
+            commands += received.commands
+            if received.stop:
                 return commands, True
-            tokens += sum(len(c.tokens) for c in orders.commands if isinstance(c, Join))
+            tokens += sum(len(c.tokens) for c in received.commands if isinstance(c, Join))
             if tokens > PLAN_TOKENS:
                 break
         return commands, False
 
     def _follow(self) -> None:
         for seq in count():
-            plan = self._wire.receive(StepPlan)
+            plan = self._connection.receive(StepPlan)
             mine = self._runner.digest()
             if plan.seq != seq or plan.digest != mine:
                 raise DivergenceError(

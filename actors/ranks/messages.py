@@ -2,7 +2,7 @@
 
     both ends -- Hello --> both ends
     leader -- Loading --> driver      driver -- Commands --> leader
-All of these travel as msgpack over a `Wire` (ranks/wire.py).
+All of these travel as msgpack over a `Connection` (ranks/connection.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DRIVER = -1
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The first message each way: who is at the other end of a wire."""
+    """The first message each way: who is at the other end of a connection."""
 
     rank: int
     """DRIVER or a rank's number."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.actors.cluster.spec import Spec
 from outrider.actors.errors import DivergenceError
+from outrider.actors.ranks.connection import Address, Connection, Connector
 from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.loop import RankLoop
 from outrider.actors.ranks.messages import DRIVER, Hello, Loading
-from outrider.actors.ranks.wire import Address, Postbox, Wire
 from outrider.model.config import RunConfig, load_config
 from outrider.parallel.affinity import pin_process
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """All that a rank is told at birth."""
+    """All that a rank is told when its process starts."""
 
     rank: int
     size: int
     spec: Spec
     run: RunConfig
-    """Its num_pages are those that are wanted; `settle_pages` says what there is room for."""
+    """Its num_pages is what is wanted; `settle_pages` finds what there is room for."""
     device: str
     collective: str
-    """Kind of the group, "auto" for the device's own."""
+    """parallel.collective of cluster.yaml; "auto": the device's own."""
     cpus: frozenset[int] | None
     """CPUs to pin every thread to; None pins nothing."""
     timeout_s: float
-    """Of a collective, and of the ranks' first contact."""
+    """The longest wait for another rank, in a collective or for its first message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Where a rank lives."""
+    """Where a rank runs: Ray node, address of its machine, process."""
 
     node: str
     host: str
@@ -55,13 +55,14 @@ class Location:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks and the driver meet rank 0."""
+    """Where rank 0 listens, for the driver and for the other ranks."""
 
     host: str
     store_port: int
     inbox: Address
+    """The driver's connection."""
     relays: tuple[Address, ...]
-    """One per follower, rank 1 first."""
+    """The followers' connections, rank 1 first."""
 
 
 class Rank:
@@ -77,34 +78,37 @@ class Rank:
         if setup.device != "npu":
             os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         self._set_threads()
-        self._post = Postbox()
+        self._connector = Connector()
         self._store: Any = None
         self._group: Group | None = None
         self._runner: Any = None
-        self._inbox: Wire | None = None
-        self._relays: list[Wire] = []
+        self._inbox: Connection | None = None
+        self._relays: list[Connection] = []
         self._loop: RankLoop | None = None
         self._index = 0
-        self._told_bytes = 0
+        self._reported_bytes = 0
 
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
-        """Rank 0: open store and wires, before anything slow. peers: which followers are here."""
+        """Rank 0: open the store and listen, before anything slow.
+
+        host: this machine's address. peers: of each follower, whether it is on this machine.
+        """
         from outrider.parallel.group import host_store
 
         bind = "127.0.0.1" if all(peers) else host
         self._store = host_store(bind)
-        self._inbox, inbox = self._post.listen(None if driver_here else host)
+        self._inbox, inbox = self._connector.listen(None if driver_here else host)
         relays = []
         for here in peers:
-            wire, address = self._post.listen(None if here else host)
-            self._relays.append(wire)
+            connection, address = self._connector.listen(None if here else host)
+            self._relays.append(connection)
             relays.append(address)
         return Rendezvous(host=bind, store_port=self._store.port, inbox=inbox, relays=tuple(relays))
 
-    def connect(self, meeting: Rendezvous, index: int) -> int:
-        """First contact of all wires, then device `index`, then the collective group.
+    def connect(self, rendezvous: Rendezvous, index: int) -> int:
+        """Greet all peers, claim device `index`, join the collective group.
 
-        -> KV pages this rank has room for. ConfigError when they are too few.
+        -> the KV pages that this rank has room for. ConfigError when they are too few.
         """
         from outrider.parallel.devices import claim_device, collective_kind
         from outrider.parallel.group import alone, connect, join_store
@@ -113,11 +117,11 @@ class Rank:
         hello = Hello(rank=setup.rank)
         if setup.rank == 0:
             assert self._inbox is not None
-            for rank, wire in ((DRIVER, self._inbox), *enumerate(self._relays, start=1)):
-                greet(wire, hello, expect=rank, timeout_s=setup.timeout_s)
-            self._post.hide()
+            for rank, connection in ((DRIVER, self._inbox), *enumerate(self._relays, start=1)):
+                exchange_hello(connection, hello, expect=rank, timeout_s=setup.timeout_s)
+            self._connector.remove_folder()
         else:
-            self._inbox = self._post.connect(meeting.relays[setup.rank - 1])
+            self._inbox = self._connector.connect(rendezvous.relays[setup.rank - 1])
             self._inbox.send(hello)
             self._inbox.receive(Hello, setup.timeout_s)
         self._index = index
@@ -127,13 +131,13 @@ class Rank:
             self._group = alone()
             return pages
         if setup.rank != 0:
-            self._store = join_store(meeting.host, meeting.store_port, setup.timeout_s)
+            self._store = join_store(rendezvous.host, rendezvous.store_port, setup.timeout_s)
         kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
         self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
         return pages
 
     def load(self, num_pages: int) -> dict[str, Any]:
-        """Weights onto the device, and warm-up. Returns what there is to know of this rank.
+        """Load the weights and warm up; -> this rank's statistics (pid, CPUs, allocated bytes).
 
         num_pages: what every rank has room for.
         """
@@ -160,13 +164,13 @@ class Rank:
         }
 
     def run(self) -> None:
-        """The one long call: until the driver says stop."""
+        """Step until the driver says stop: one long call."""
         assert self._inbox is not None
         self._set_threads()
         run, leads = self.setup.run, self.setup.rank == 0
         self._loop = RankLoop(
             self._runner,
-            wire=self._inbox,
+            connection=self._inbox,
             followers=self._relays if leads else None,
             depth=Depth(run.draft_tokens) if leads and run.auto_depth else None,
         )
@@ -177,12 +181,12 @@ class Rank:
         if self._group is not None:
             self._group.close()
         self._store = None
-        self._post.close()
+        self._connector.close()
 
     def _on_load(self, done: int, total: int) -> None:
         """The leader tells the driver, a hundred times at most."""
-        if self.setup.rank == 0 and self._inbox and done - self._told_bytes >= total / 100:
-            self._told_bytes = done
+        if self.setup.rank == 0 and self._inbox and done - self._reported_bytes >= total / 100:
+            self._reported_bytes = done
             self._inbox.send(Loading(done_bytes=done, total_bytes=total))
 
     def _set_threads(self) -> None:
@@ -193,9 +197,10 @@ class Rank:
 
 
 def settle_pages(setup: RankSetup, index: int) -> int:
-    """KV pages that fit in what is free on device `index`, at most those that are wanted.
+    """The KV pages that fit in what is free on device `index`, at most those that are wanted.
 
-    The engine has seen to it for CPU ranks. Raises ConfigError, by how much memory is too little.
+    For CPU ranks the engine has checked the host's memory before. Raises ConfigError that says by
+    how much memory is too little.
     """
     from outrider.model.weights import settle_head
     from outrider.parallel.devices import free_device_bytes
@@ -208,9 +213,10 @@ def settle_pages(setup: RankSetup, index: int) -> int:
     return setup.spec.resolve_pages(model, folder, free_bytes)
 
 
-def greet(wire: Wire, hello: Hello, *, expect: int, timeout_s: float) -> None:
-    """The listening side of first contact."""
-    other = wire.receive(Hello, timeout_s)
+def exchange_hello(connection: Connection, hello: Hello, *, expect: int, timeout_s: float) -> None:
+    """The listening side's part: receive the peer's Hello, which must be of rank `expect`, and
+    answer with ours. DivergenceError when another rank called."""
+    other = connection.receive(Hello, timeout_s)
     if other != Hello(rank=expect):
         raise DivergenceError(f"expected rank {expect} to call, {other} called")
-    wire.send(hello)
+    connection.send(hello)

@@ -1,7 +1,7 @@
 """Stand-ins for ranks, and one Ray cluster for the tests that need it.
 
 `Counting` replaces model.runner.Runner: a request answers its last prompt token + 1, + 2, ... and
-keeps a known number of drafts. `ThreadRanks` runs real RankLoops over real wires, in threads.
+keeps a known number of drafts. `ThreadRanks` runs real RankLoops over real connections, in threads.
 `cluster` is Ray with emulated NPUs, started once; `no_cluster` sees to it that there is none.
 """
 
@@ -21,11 +21,11 @@ import zmq.asyncio
 from outrider.actors.cluster.placement import start_private
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.errors import EngineDeadError
+from outrider.actors.ranks.connection import Connection, Connector
 from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.loop import RankLoop
 from outrider.actors.ranks.messages import DRIVER, Commands, Hello
-from outrider.actors.ranks.rank import greet
-from outrider.actors.ranks.wire import Postbox, Wire
+from outrider.actors.ranks.rank import exchange_hello
 from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
 
 if TYPE_CHECKING:
@@ -142,28 +142,28 @@ class ThreadRanks:
         self.depth = depth
         self.events: list[StepEvent] = []
         self.killed = False
-        self._posts = [Postbox() for _ in runners]
-        self._mine = Postbox(zmq.asyncio.Context())
-        self._wire: Wire | None = None
+        self._connectors = [Connector() for _ in runners]
+        self._mine = Connector(zmq.asyncio.Context())
+        self._connection: Connection | None = None
         self._failed: asyncio.Future[EngineDeadError] | None = None
         self._threads: list[threading.Thread] = []
 
     async def start(self) -> None:
         self._failed = asyncio.get_running_loop().create_future()
-        inbox, address = self._posts[0].listen(None)
-        opened = [self._posts[0].listen(None) for _ in self.runners[1:]]
-        relays = [wire for wire, _ in opened]
-        self._wire = self._mine.connect(address)
-        self._wire.send(Hello(rank=DRIVER))
-        greet(inbox, Hello(rank=0), expect=DRIVER, timeout_s=5)
-        await self._wire.receive_async(Hello)
-        loops = [RankLoop(self.runners[0], wire=inbox, followers=relays, depth=self.depth)]
+        inbox, address = self._connectors[0].listen(None)
+        opened = [self._connectors[0].listen(None) for _ in self.runners[1:]]
+        relays = [connection for connection, _ in opened]
+        self._connection = self._mine.connect(address)
+        self._connection.send(Hello(rank=DRIVER))
+        exchange_hello(inbox, Hello(rank=0), expect=DRIVER, timeout_s=5)
+        await self._connection.receive_async(Hello)
+        loops = [RankLoop(self.runners[0], connection=inbox, followers=relays, depth=self.depth)]
         for rank, (mine, address) in enumerate(opened, start=1):
-            wire = self._posts[rank].connect(address)
-            wire.send(Hello(rank=rank))
-            greet(mine, Hello(rank=0), expect=rank, timeout_s=5)
-            wire.receive(Hello, 5)
-            loops.append(RankLoop(self.runners[rank], wire=wire, followers=None))
+            connection = self._connectors[rank].connect(address)
+            connection.send(Hello(rank=rank))
+            exchange_hello(mine, Hello(rank=0), expect=rank, timeout_s=5)
+            connection.receive(Hello, 5)
+            loops.append(RankLoop(self.runners[rank], connection=connection, followers=None))
         for rank, loop in enumerate(loops):
             body = threading.Thread(target=self._body, args=(rank, loop, asyncio.get_event_loop()))
             body.start()
@@ -177,21 +177,21 @@ class ThreadRanks:
                 error = EngineDeadError(f"rank {rank} failed: {problem}")
                 home.call_soon_threadsafe(self._fail, error)
         finally:  # by the thread that used them
-            self._posts[rank].drop()
+            self._connectors[rank].close_sockets()
 
     def _fail(self, error: EngineDeadError) -> None:
         assert self._failed is not None
         if not self._failed.done():
             self._failed.set_result(error)
 
-    def post(self, orders: Commands) -> None:
-        assert self._wire is not None
+    def send(self, commands: Commands) -> None:
+        assert self._connection is not None
         with contextlib.suppress(ConnectionError):
-            self._wire.send(orders)
+            self._connection.send(commands)
 
     async def event(self) -> StepEvent:
-        assert self._wire is not None
-        event = await self._wire.receive_async(StepEvent)
+        assert self._connection is not None
+        event = await self._connection.receive_async(StepEvent)
         self.events.append(event)
         return event
 
@@ -204,7 +204,7 @@ class ThreadRanks:
 
     async def stop(self) -> None:
         if not self.killed and self._threads:
-            self.post(Commands(stop=True))
+            self.send(Commands(stop=True))
             for thread in self._threads:
                 await asyncio.to_thread(thread.join, 5)
         await self.kill()
@@ -216,10 +216,10 @@ class ThreadRanks:
         for runner in self.runners:
             runner.error = RuntimeError("killed")
             runner.hang.set()
-        for post in self._posts:
+        for post in self._connectors:
             # Threads cannot be killed: ending the context ends their wait.
             await asyncio.to_thread(post.context.term if self._threads else post.close)
-            post.hide()
+            post.remove_folder()
         for thread in self._threads:
             await asyncio.to_thread(thread.join, 5)
             assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""The rank loop in threads, over real wires; the wires; and how a rank's failure is told."""
+"""The rank loop in threads over real connections, the connections, and how failures are told."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from outrider.actors.cluster.reader import load_spec
 from outrider.actors.errors import DivergenceError, EngineDeadError
+from outrider.actors.ranks.connection import Address, Connection, Connector
 from outrider.actors.ranks.group import explain
 from outrider.actors.ranks.loop import RankLoop
 from outrider.actors.ranks.messages import DRIVER, Commands, Hello
-from outrider.actors.ranks.rank import Location, RankSetup, greet, settle_pages
-from outrider.actors.ranks.wire import Address, Postbox, Wire
+from outrider.actors.ranks.rank import Location, RankSetup, exchange_hello, settle_pages
 from outrider.model.config import ConfigError, load_config
 from outrider.model.plan import memory_plan
 from outrider.model.step import Join, Leave, StepEvent, StepPlan
@@ -36,7 +36,7 @@ class Group:
     """A leader and its followers in threads, and the driver's end of the inbox."""
 
     runners: list[Counting]
-    driver: Wire
+    driver: Connection
     threads: list[threading.Thread] = field(default_factory=list)
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ MakeGroup = Callable[..., Group]
 
 @pytest.fixture
 def group() -> Iterator[MakeGroup]:
-    posts = [Postbox() for _ in range(4)]
+    posts = [Connector() for _ in range(4)]
 
     def make(size: int = 2, **runner: object) -> Group:
         inbox, address = posts[0].listen(None)
@@ -70,16 +70,16 @@ def group() -> Iterator[MakeGroup]:
         made = Group(runners=[Counting(**runner) for _ in range(size)], driver=driver)
         hello = Hello(rank=0)
         driver.send(Hello(rank=DRIVER))
-        greet(inbox, hello, expect=DRIVER, timeout_s=5)
+        exchange_hello(inbox, hello, expect=DRIVER, timeout_s=5)
         assert driver.receive(Hello, 5) == hello
-        relays = [wire for wire, _ in pairs]
-        loops = [RankLoop(made.runners[0], wire=inbox, followers=relays)]
+        relays = [connection for connection, _ in pairs]
+        loops = [RankLoop(made.runners[0], connection=inbox, followers=relays)]
         for rank, (relay, where) in enumerate(pairs, start=1):
             mine = posts[rank].connect(where)
             mine.send(Hello(rank=rank))
-            greet(relay, hello, expect=rank, timeout_s=5)
+            exchange_hello(relay, hello, expect=rank, timeout_s=5)
             mine.receive(Hello, 5)
-            loops.append(RankLoop(made.runners[rank], wire=mine, followers=None))
+            loops.append(RankLoop(made.runners[rank], connection=mine, followers=None))
 
         def body(rank: int, loop: RankLoop) -> None:
             try:
@@ -87,7 +87,7 @@ def group() -> Iterator[MakeGroup]:
             except (DivergenceError, ConnectionError, zmq.ContextTerminated) as error:
                 made.errors[rank] = error
             finally:  # by the thread that used them
-                posts[rank].drop()
+                posts[rank].close_sockets()
 
         for rank, loop in enumerate(loops):
             made.threads.append(threading.Thread(target=body, args=(rank, loop)))
@@ -206,68 +206,68 @@ def test_stop_ends_a_busy_group(group: MakeGroup):
 
 
 def test_sockets_lie_in_a_private_folder_that_goes_away_once_connected():
-    ours, theirs = Postbox(), Postbox()
-    wire, address = ours.listen(None)
+    ours, theirs = Connector(), Connector()
+    connection, address = ours.listen(None)
     folder = Path(urlparse(address.endpoint).path).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     other = theirs.connect(address)
     other.send(Hello(rank=1))
-    wire.receive(Hello, 5)
-    ours.hide()
+    connection.receive(Hello, 5)
+    ours.remove_folder()
     assert not folder.exists()
-    wire.send(Hello(rank=0))
+    connection.send(Hello(rank=0))
     assert other.receive(Hello, 5).rank == 0
     theirs.close()
     ours.close()
 
 
-def test_a_wire_between_machines_is_sealed_with_a_key_told_beforehand():
-    ours, theirs, stranger = Postbox(), Postbox(), Postbox()
-    wire, address = ours.listen("127.0.0.1")
-    assert address.secret
+def test_a_connection_between_machines_is_sealed_with_a_key_told_beforehand():
+    ours, theirs, stranger = Connector(), Connector(), Connector()
+    connection, address = ours.listen("127.0.0.1")
+    assert address.public_key
     wrong, _ = zmq.curve_keypair()
     for secret in (b"", wrong):
-        outside = stranger.connect(Address(endpoint=address.endpoint, secret=secret))
+        outside = stranger.connect(Address(endpoint=address.endpoint, public_key=secret))
         outside.send(Hello(rank=9))
     with pytest.raises(TimeoutError, match="no Hello within"):
-        wire.receive(Hello, 0.2)
+        connection.receive(Hello, 0.2)
     stranger.context.destroy(0)
     other = theirs.connect(address)
     other.send(Hello(rank=1))
-    assert wire.receive(Hello, 5).rank == 1
+    assert connection.receive(Hello, 5).rank == 1
     theirs.close()
     ours.close()
 
 
-def test_a_wire_takes_no_message_above_its_limit():
-    ours, theirs = Postbox(limit_bytes=1000), Postbox(limit_bytes=1000)
-    wire, address = ours.listen(None)
+def test_a_connection_takes_no_message_above_its_limit():
+    ours, theirs = Connector(limit_bytes=1000), Connector(limit_bytes=1000)
+    connection, address = ours.listen(None)
     other = theirs.connect(address)
-    with pytest.raises(ValueError, match="this wire takes 1000"):
+    with pytest.raises(ValueError, match="this connection takes 1000"):
         other.send(Commands(commands=[join(0, 0, prompt=[1] * 2000)]))
     other.socket.send(b"x" * 2000)
     with pytest.raises(TimeoutError):
-        wire.receive(Hello, 0.2)
+        connection.receive(Hello, 0.2)
     theirs.context.destroy(0)
     ours.close()
 
 
-def test_a_wire_takes_only_the_message_it_expects():
-    ours, theirs = Postbox(), Postbox()
-    wire, address = ours.listen(None)
+def test_a_connection_takes_only_the_message_it_expects():
+    ours, theirs = Connector(), Connector()
+    connection, address = ours.listen(None)
     theirs.connect(address).send(Hello(rank=1))
     with pytest.raises(msgspec.ValidationError):
-        wire.receive(StepPlan, 5)
+        connection.receive(StepPlan, 5)
     theirs.close()
     ours.close()
 
 
 def test_a_caller_that_is_another_rank_is_refused():
-    ours, theirs = Postbox(), Postbox()
-    wire, address = ours.listen(None)
+    ours, theirs = Connector(), Connector()
+    connection, address = ours.listen(None)
     theirs.connect(address).send(Hello(rank=2))
     with pytest.raises(DivergenceError, match="expected rank 1 to call"):
-        greet(wire, Hello(rank=0), expect=1, timeout_s=5)
+        exchange_hello(connection, Hello(rank=0), expect=1, timeout_s=5)
     theirs.close()
     ours.close()
 
@@ -301,7 +301,7 @@ def test_a_dead_process_is_told_in_one_line():
 
 def test_no_socket_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    post = Postbox()
+    post = Connector()
     post.listen(None)
     assert os.listdir(tmp_path)
     post.close()
