@@ -53,7 +53,7 @@ class GdnConfig:
     gate: str
     """Activation of the output gate z: "silu" or "sigmoid"."""
     coarse_state: bool = False
-    """True where the checkpoint allows states in bfloat16 (its mamba_ssm_dtype)."""
+    """True where the checkpoint allows states rounded to bfloat16 (its mamba_ssm_dtype)."""
 
     @property
     def key_dim(self) -> int:
@@ -131,11 +131,11 @@ class Ablation:
     sync_each_draft: bool = False
     """Wait for the device after each draft pass; each pass is then a graph of its own."""
     merge_then_split: bool = False
-    """Compute the delta net's four projections as one matrix packed by key head, then unpack."""
+    """Pack the results of the delta net's four projections by key head, and unpack them again."""
     greedy_probabilities: bool = False
-    """Compute and gather the probabilities of greedy rows too, which never use them."""
+    """Gather all logits of greedy rows, and compute and keep their probabilities."""
     gather_logits: bool = False
-    """Gather all logits of greedy rows instead of one (value, id) pair a rank."""
+    """Gather all logits of greedy rows instead of one (value, id) pair from each rank."""
     no_graph: bool = False
     """Launch every operation from the host instead of replaying graphs."""
 
@@ -163,9 +163,10 @@ class RunConfig:
     """KV pages of a rank, including page 0, which holds no request's tokens."""
     prefill_chunk: int = 512
     batch_buckets: tuple[int, ...] = ()
-    """Batch sizes that iterations are padded to. Empty: the Runner's own choice."""
+    """Batch sizes that iterations are padded to. Empty: powers of two on devices with graphs, no
+    padding on others."""
     coarse_state: bool = True
-    """Allow states in bfloat16 between passes where the checkpoint allows it too."""
+    """Let operations round states to bfloat16 as they compute, where the checkpoint allows it."""
     pin_rows: bool = False
     """Run K+1 rows a slot even without drafts, so that every pass has the same shapes."""
     ablation: Ablation = Ablation()
@@ -317,7 +318,9 @@ def _eos_ids(
     found.append(_tokenizer_eos(folder))
     ids: set[int] = set()
     for path, value in found:
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
+        for token in value if isinstance(value, list) else [value]:
+            if token is None:
+                continue
             if not _is_int(token) or not 0 <= token < vocab_size:
                 raise ConfigError(
                     f"{path}: the end token has id {token!r}: a whole number from 0 to "

@@ -1,9 +1,10 @@
-"""How many bytes one rank holds, by part, before anything is allocated.
+"""How many bytes one rank will hold, by part, computed before anything is allocated.
 
-    ModelConfig + RunConfig -> MemoryPlan -> pages that fit a budget
+    ModelConfig + RunConfig -> MemoryPlan -> number of KV pages that fit a budget
 
-The same tables (weights.rules, cache shapes) size the allocation, so the plan is what is allocated;
-a test compares the two. Page 0 is the null page and counts as a page.
+Loading and allocation use the same tables (weights.rules and the shapes of the caches), and a test
+compares the plan with what is allocated. Page 0 holds no request's tokens, but is allocated and
+counted like the others.
 """
 
 from __future__ import annotations
@@ -21,37 +22,40 @@ from outrider.parallel.device import Capabilities
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Bytes per rank."""
+    """The memory of one rank, in bytes."""
 
     parts: dict[str, int]
-    """Weights by part: embedding, target layers, head, draft body, ..."""
+    """Bytes of weights by part: embedding, target layers, head, draft body, ..."""
     kv_token_bytes: dict[str, int]
-    """KV of one token: "target" and "draft"."""
+    """Bytes of one token's keys and values in the "target" and, with drafts, the "draft"."""
     page_tokens: int
     slot_bytes: int
-    """States, factors and conv windows of one slot, all GDN layers; and the draft's backlog."""
+    """Bytes of one slot: states, factors and conv windows of all delta-net layers, and the rows
+    that wait for the draft."""
     num_slots: int
-    """Slots, the padding slot included."""
+    """Number of slots, including the one that pads batches."""
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all weights."""
         return sum(self.parts.values())
 
     @property
     def kv_page_bytes(self) -> int:
+        """Bytes of one KV page, target and draft together."""
         return self.page_tokens * sum(self.kv_token_bytes.values())
 
     def total_bytes(self, num_pages: int) -> int:
-        """Weights, states and `num_pages` KV pages."""
+        """Bytes of weights, slots and `num_pages` KV pages."""
         return self.weight_bytes + self.slot_bytes * self.num_slots + self.kv_page_bytes * num_pages
 
     def pages_that_fit(self, budget_bytes: int) -> int:
-        """KV pages left of a budget after weights and states; may be 0 or negative."""
+        """KV pages that fit beside weights and slots; negative where not even those fit."""
         return (budget_bytes - self.total_bytes(0)) // self.kv_page_bytes
 
 
 def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
-    """Bytes of one rank. Raises ConfigError when the ranks cannot share the model."""
+    """The plan of one rank. Raises ConfigError when the ranks cannot share the model."""
     model.check_divides(run.tensor_parallel)
     parts: dict[str, int] = {}
     for rule in rules(model, run):
@@ -59,36 +63,38 @@ def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
     if run.draft_tokens and run.draft_head == "fp8":
         share = model.vocab_size // run.tensor_parallel
         parts["draft head, fp8"] = share * (model.hidden_size + 4)
-    item, a = getattr(torch, run.dtype).itemsize, model.attention
-    kv = {"target": len(model.full_layers) * a.kv_heads_of(run.tensor_parallel)}
+    itemsize, attention = getattr(torch, run.dtype).itemsize, model.attention
+    kv_heads = {"target": len(model.full_layers) * attention.kv_heads_of(run.tensor_parallel)}
     if run.draft_tokens:
-        kv["draft"] = a.kv_heads_of(run.draft_size)
+        kv_heads["draft"] = attention.kv_heads_of(run.draft_size)
+    head_bytes = 2 * attention.head_dim * itemsize  # a key and a value
     return MemoryPlan(
         parts=parts,
-        kv_token_bytes={name: heads * 2 * a.head_dim * item for name, heads in kv.items()},
+        kv_token_bytes={name: heads * head_bytes for name, heads in kv_heads.items()},
         page_tokens=run.page_tokens,
-        slot_bytes=_slot_bytes(model, run, item),
+        slot_bytes=_slot_bytes(model, run, itemsize),
         num_slots=run.max_slots + 1,
     )
 
 
-def _slot_bytes(model: ModelConfig, run: RunConfig, item: int) -> int:
+def _slot_bytes(model: ModelConfig, run: RunConfig, itemsize: int) -> int:
+    """Bytes of one slot. itemsize: of a number in the run's dtype; states are float32."""
     g, size, rows = model.gdn, run.tensor_parallel, run.draft_tokens + 1
     heads, keys = g.num_v_heads // size, g.num_k_heads // size
     state = heads * g.head_k_dim * g.head_v_dim
     factors = rows * (keys * g.head_k_dim + heads * g.head_v_dim + heads)
     conv = (g.conv_kernel - 1 + rows) * (2 * g.key_dim + g.value_dim) // size
-    waiting = Backlog.slot_bytes(model.hidden_size, item) if run.draft_tokens else 0
-    return len(model.gdn_layers) * (4 * (state + factors) + item * conv) + waiting
+    backlog = Backlog.slot_bytes(model.hidden_size, itemsize) if run.draft_tokens else 0
+    return len(model.gdn_layers) * (4 * (state + factors) + itemsize * conv) + backlog
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
-    """Pages that hold `num_tokens`."""
+    """Number of pages that `num_tokens` take."""
     return -(-num_tokens // page_tokens)
 
 
 def powers_of_two(least: int, most: int) -> tuple[int, ...]:
-    """`least` and its doubles, and `most` at the end: sizes that graphs are captured for."""
+    """`least`, twice `least` and so on, and `most` as the last: sizes to capture graphs for."""
     sizes = [least]
     while sizes[-1] < most:
         sizes.append(min(2 * sizes[-1], most))
@@ -96,15 +102,15 @@ def powers_of_two(least: int, most: int) -> tuple[int, ...]:
 
 
 def overshoot_rows(draft_tokens: int) -> int:
-    """Rows that iterations may write past a request's last token.
+    """Most rows that iterations write after a request's last token.
 
-    An iteration writes K+1 rows; the host learns of the end one iteration late at most.
+    An iteration writes K+1 rows, and the host may learn of the end one iteration late.
     """
     return 2 * (draft_tokens + 1)
 
 
 def check_device(run: RunConfig, can: Capabilities) -> None:
-    """Raise ConfigError for what the ranks' kind of device cannot run."""
+    """Raise ConfigError for settings that the ranks' kind of device cannot run."""
     if can.max_rows is not None and run.draft_tokens + 1 > can.max_rows:
         raise ConfigError(
             f"speculation.draft_tokens = {run.draft_tokens}: attention on this device takes "
@@ -118,7 +124,7 @@ def check_device(run: RunConfig, can: Capabilities) -> None:
 
 
 def check_pages(run: RunConfig, plan: MemoryPlan) -> None:
-    """Raise ConfigError when not even one request of one token fits."""
+    """Raise ConfigError when there are too few pages for a request of one token."""
     least = 1 + pages_for(2 + overshoot_rows(run.draft_tokens), run.page_tokens)
     if run.num_pages < least:
         raise ConfigError(
@@ -128,21 +134,24 @@ def check_pages(run: RunConfig, plan: MemoryPlan) -> None:
 
 
 def storages(root: object) -> dict[int, int]:
-    """Address and bytes of every tensor storage reachable from `root` by attributes and lists."""
+    """Address -> bytes of each tensor storage that is reachable from `root`.
+
+    Attributes of this project's objects are followed, and items of lists and tuples.
+    """
     found: dict[int, int] = {}
     seen: set[int] = set()
     queue: list[Any] = [root]
     while queue:
-        thing = queue.pop()
-        if id(thing) in seen:
+        item = queue.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            storage = thing.untyped_storage()
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(thing, list | tuple):
-            queue.extend(thing)
-        elif type(thing).__module__.startswith(("outrider.model.", "outrider.parallel.")):
-            names = vars(thing) if hasattr(thing, "__dict__") else getattr(thing, "__slots__", ())
-            queue.extend(getattr(thing, name) for name in names)
+        elif isinstance(item, list | tuple):
+            queue.extend(item)
+        elif type(item).__module__.startswith(("outrider.model.", "outrider.parallel.")):
+            names = vars(item) if hasattr(item, "__dict__") else getattr(item, "__slots__", ())
+            queue.extend(getattr(item, name) for name in names)
     return found

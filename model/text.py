@@ -107,30 +107,23 @@ class Tokenizer:
 
     def without_special(self, ids: Sequence[int]) -> list[int]:
         """The ids that decode() makes text of: neither special nor unknown."""
-        return [
-            id
-            for id in ids
-            if id not in self._special_ids and self._tokens.id_to_token(id) is not None
-        ]
+        text_of = self._tokens.id_to_token
+        return [id for id in ids if id not in self._special_ids and text_of(id) is not None]
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that a token stands for, special tokens included; b"" for an unknown id.
 
         Of a byte-level tokenizer these may be a part of a character.
         """
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._make_bytes(token)
-        return known
-
-    def _make_bytes(self, token: int) -> bytes:
-        if not self._is_byte_level:
-            return self.token_text(token).encode()
-        text = self._tokens.id_to_token(token) or ""
-        try:
-            return bytes(_byte_alphabet()[character] for character in text)
-        except KeyError:  # an added token that holds plain text
-            return text.encode()
+        if token not in self._bytes:
+            alphabet, text = _byte_alphabet(), self._tokens.id_to_token(token) or ""
+            if not self._is_byte_level:
+                self._bytes[token] = self.token_text(token).encode()
+            elif alphabet.keys() >= set(text):
+                self._bytes[token] = bytes(alphabet[character] for character in text)
+            else:  # an added token, which holds plain text
+                self._bytes[token] = text.encode()
+        return self._bytes[token]
 
     def stream(self) -> ByteLevelDetokenizer | WindowDetokenizer:
         """A detokenizer for the tokens of one request."""

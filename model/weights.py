@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,57 +207,46 @@ class Checkpoint:
     def check(self, model: ModelConfig, run: RunConfig) -> None:
         """Raise one ConfigError that lists every missing, unused and wrongly shaped tensor.
 
-        Of a quantised checkpoint it says just that.
+        A quantised checkpoint, and a draft that is missing as a whole, are one entry.
         """
         needed = {rule.name: rule for rule in rules(model, run)}
-        if quantisation := self._quantisation(needed.keys()):
+        if quantisation := self._quantisation(needed):
             raise ConfigError(
                 f"{self.model_dir}: this is a quantised checkpoint ({quantisation}). Set `model` "
                 f"to the release without quantisation: {', '.join(PLAIN_DTYPES)} can be loaded."
             )
-        shapes = [
-            f"{name} is {shape}, config.json says {list(rule.shape)}"
-            for name, rule in needed.items()
-            if name in self.names
-            and (shape := list(self.slice(name).get_shape())) != list(rule.shape)
-        ]
-        unused = self.names.keys() - needed.keys()
+        missing = sorted(needed.keys() - self.names.keys())
+        others = [name for name in missing if not name.startswith("mtp.")]
+        if others != missing and not any(name.startswith("mtp.") for name in self.names):
+            missing = [
+                *others,
+                f"every mtp.* tensor, so there is no draft, though config.json has one: set "
+                f"speculation.draft_tokens: 0 in cluster.yaml "
+                f"(now {'auto' if run.auto_depth else run.draft_tokens})",
+            ]
+        unused = sorted(self.names.keys() - needed.keys())
+        shapes = {n: list(self.slice(n).get_shape()) for n in needed if n in self.names}
         differences = {
-            "missing": self._missing(needed.keys() - self.names.keys(), run),
-            "unused": sorted(name for name in unused if not is_ignored(name, model, run)),
-            "shape": shapes,
+            "missing": missing,
+            "unused": [name for name in unused if not is_ignored(name, model, run)],
+            "shape": [
+                f"{name} is {shape}, config.json says {list(needed[name].shape)}"
+                for name, shape in shapes.items()
+                if shape != list(needed[name].shape)
+            ],
         }
         lines = [f"{title}: {', '.join(names)}" for title, names in differences.items() if names]
         if lines:
             raise ConfigError(f"{self.model_dir}: weights do not fit. " + "; ".join(lines))
 
-    def _quantisation(self, needed: Iterable[str]) -> str | None:
-        """How the tensors of this checkpoint are quantised; None where they are plain numbers."""
+    def _quantisation(self, needed: Iterable[str]) -> str:
+        """How the tensors of this checkpoint are quantised; "" where they are plain numbers."""
         dtypes = {name: self.slice(name).get_dtype() for name in needed if name in self.names}
-        quantised = {name: dtype for name, dtype in dtypes.items() if dtype not in PLAIN_DTYPES}
+        codes = [f"{name} is {kind}" for name, kind in dtypes.items() if kind not in PLAIN_DTYPES]
         endings = {name.rpartition(".")[2] for name in self.names}
         methods = [method for suffix, method in QUANTISED_SUFFIXES.items() if suffix in endings]
-        if not quantised and not methods:
-            return None
-        reasons = methods[:1]
-        for name, dtype in list(quantised.items())[:1]:
-            more = f", as are {len(quantised) - 1} others" if len(quantised) > 1 else ""
-            reasons.append(f"{name} is {dtype}{more}")
-        return "; ".join(reasons)
-
-    def _missing(self, names: Collection[str], run: RunConfig) -> list[str]:
-        """The missing names; a draft that is missing as a whole is one entry."""
-        if any(name.startswith("mtp.") for name in self.names):
-            return sorted(names)
-        target = sorted(name for name in names if not name.startswith("mtp."))
-        if len(target) == len(names):
-            return target
-        depth = "auto" if run.auto_depth else run.draft_tokens
-        return [
-            *target,
-            f"every mtp.* tensor, so there is no draft, though config.json has one: set "
-            f"speculation.draft_tokens: 0 in cluster.yaml (now {depth})",
-        ]
+        more = [f"{len(codes) - 1} more"] if len(codes) > 1 else []
+        return "; ".join(methods[:1] + codes[:1] + more)
 
 
 def is_ignored(name: str, model: ModelConfig, run: RunConfig) -> bool:

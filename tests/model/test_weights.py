@@ -86,7 +86,7 @@ def test_weights_that_are_no_plain_numbers_are_refused(tmp_path: Path, dtype: to
             attempt()
         stored = str(dtype).removeprefix("torch.").split("_")[0]
         kind = {"float8": "F8_", "bool": "BOOL", "uint8": "U8", "int8": "I8", "int32": "I32"}
-        for words in ("layers.1.mlp.up_proj.weight is " + kind[stored], "as are 1 others",
+        for words in ("layers.1.mlp.up_proj.weight is " + kind[stored], "; 1 more)",
                       "quantised checkpoint", "BF16"):  # fmt: skip
             assert words in str(caught.value)
 
