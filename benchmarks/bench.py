@@ -1,10 +1,10 @@
 """Tokens per second of the bundled checkpoint on this machine: `make bench`.
 
-    two engines (TP2, CPU ranks), without and with drafts -> prompts one by one, greedy -> tok/s
-    transformers' generate, same prompts and precision, best of 1 and 2 threads -> tok/s
+    two engines of two CPU ranks, without and with drafts -> prompts one by one, greedy -> tok/s
+    transformers' generate, same prompts and precision, with 1 and 2 threads -> tok/s
 
-The last line of stdout is one JSON object; progress goes to stderr. K = 0 is plain decoding by the
-same code. Every engine's tokens are compared with those of transformers.
+The tokens of each engine are compared with those of transformers. K = 0 is plain decoding by the
+same code. The last line of stdout is one JSON object; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -39,49 +39,59 @@ PROMPTS = (
 REPEATS = 3
 IDLE_S = 5.0
 ACTORS = ("ray::RankActor", "ray::DriverActor")
-"""How the titles of the engine's processes begin."""
+"""Beginnings of the engine's process titles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One way to generate: median speed over the repeats, and what came out."""
+    """One way to generate: its median speed over the repeats, and its answers."""
 
     tok_s: float
     outputs: list[list[int]] = field(repr=False)
+    """Token ids of each prompt's answer."""
     drafted: int = 0
     accepted: int = 0
 
 
 def measure_engine(
-    model: Path, config: Path | None, prompts: list[list[int]], most: int, max_tokens: int
+    model: Path, config: Path | None, prompts: list[list[int]], draft_tokens: int, max_tokens: int
 ) -> tuple[dict[int, Run], dict[str, float]]:
-    """Speed of one engine for each K up to `most`, which requests ask for; and its idle CPU use."""
+    """One engine's Run for each K, which its requests ask for, and its CPU use when idle.
+
+    draft_tokens: the engine's own K, the most that a request can ask for. At 0 the draft is not
+    loaded, and K = 0 is the only one measured; otherwise the others are.
+    """
     overrides = {
         "model": str(model),
         "device": "cpu",
         "parallel.tensor_parallel": RANKS,
-        "speculation.draft_tokens": most,
+        "speculation.draft_tokens": draft_tokens,
     }
+    depths = [k for k in DRAFT_TOKENS if 0 < k <= draft_tokens] if draft_tokens else [0]
     runs: dict[int, Run] = {}
     with Engine.from_config(config, overrides) as engine:
-        for k in (k for k in DRAFT_TOKENS if min(k, 1) == min(most, 1)):
-            sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, draft_tokens=k)
-            engine.generate(prompts[0], sampling)  # first use of buffers and code paths
-            counts = [0, 0]
-
-            def generate(
-                prompt: list[int], how: Sampling = sampling, counts: list[int] = counts
-            ) -> list[int]:
-                (completion,) = engine.generate(prompt, how)
-                counts[0] += completion.stats.drafted
-                counts[1] += completion.stats.accepted
-                return list(completion.token_ids)
-
-            tok_s, outputs = timed(generate, prompts)
-            runs[k] = Run(tok_s=tok_s, outputs=outputs, drafted=counts[0], accepted=counts[1])
+        for k in depths:
+            runs[k] = measure_depth(engine, prompts, k, max_tokens)
             print(f"TP{RANKS} K={k}: {runs[k]}", file=sys.stderr)
         idle = idle_cpu_percent()
     return runs, idle
+
+
+def measure_depth(engine: Engine, prompts: list[list[int]], k: int, max_tokens: int) -> Run:
+    """The Run of requests that ask for K drafts an iteration."""
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, draft_tokens=k)
+    engine.generate(prompts[0], sampling)  # first use of buffers and code paths
+    drafted = accepted = 0
+
+    def generate(prompt: list[int]) -> list[int]:
+        nonlocal drafted, accepted
+        (completion,) = engine.generate(prompt, sampling)
+        drafted += completion.stats.drafted
+        accepted += completion.stats.accepted
+        return list(completion.token_ids)
+
+    tok_s, outputs = timed(generate, prompts)
+    return Run(tok_s=tok_s, outputs=outputs, drafted=drafted, accepted=accepted)
 
 
 def measure_transformers(
@@ -111,7 +121,7 @@ def measure_transformers(
 def timed(
     generate: Callable[[list[int]], list[int]], prompts: list[list[int]]
 ) -> tuple[float, list[list[int]]]:
-    """Median tokens per second over the repeats, prefill included, and the last outputs."""
+    """Median tokens per second over the repeats, prefill included, and the last answers."""
     speeds: list[float] = []
     outputs: list[list[int]] = []
     for _ in range(REPEATS):
@@ -122,7 +132,8 @@ def timed(
 
 
 def idle_cpu_percent() -> dict[str, float]:
-    """CPU use over IDLE_S in % of a core: this process and the actors, and Ray's own daemons."""
+    """CPU use over IDLE_S in % of one core: "engine" is this process and its actors,
+    "ray_daemons" the rest of Ray."""
     before = cpu_seconds()
     start = time.perf_counter()
     time.sleep(IDLE_S)
@@ -134,42 +145,49 @@ def idle_cpu_percent() -> dict[str, float]:
 
 
 def cpu_seconds() -> dict[tuple[int, str], float]:
-    """User + system seconds of this process and its descendants, by pid and owner."""
-    this = psutil.Process()
+    """User and system seconds of this process and its descendants, by pid and kind.
+
+    The kinds are those of idle_cpu_percent.
+    """
+    this_process = psutil.Process()
     seconds = {}
-    for process in (this, *this.children(recursive=True)):
+    for process in (this_process, *this_process.children(recursive=True)):
         try:
             title = " ".join(process.cmdline())
             times = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        is_actor = title.startswith(ACTORS)
-        kind = "engine" if process == this or is_actor else "ray_daemons"
+        is_ours = process == this_process or title.startswith(ACTORS)
+        kind = "engine" if is_ours else "ray_daemons"
         seconds[process.pid, kind] = times.user + times.system
     return seconds
 
 
-def report(runs: dict[int, Run], peers: dict[int, Run], idle: dict[str, float]) -> dict[str, Any]:
-    """`runs` by K, `peers` by transformers' threads."""
-    best = max(runs, key=lambda draft_tokens: runs[draft_tokens].tok_s)
-    peer = max(peers.values(), key=lambda run: run.tok_s)
+def report(
+    runs: dict[int, Run], transformers_runs: dict[int, Run], idle: dict[str, float]
+) -> dict[str, Any]:
+    """The JSON object. runs: by K; transformers_runs: by number of threads."""
+    best = max(runs, key=lambda k: runs[k].tok_s)
+    reference = max(transformers_runs.values(), key=lambda run: run.tok_s)
     engine = {}
-    for draft_tokens, run in runs.items():
-        facts = {key: value for key, value in asdict(run).items() if key != "outputs"}
-        same = sum(ours == theirs for ours, theirs in zip(run.outputs, peer.outputs))
-        engine[draft_tokens] = facts | {"prompts_equal_to_transformers": same}
+    for k, run in runs.items():
+        fields = {key: value for key, value in asdict(run).items() if key != "outputs"}
+        equal = [a == b for a, b in zip(run.outputs, reference.outputs, strict=True)]
+        engine[k] = fields | {"prompts_equal_to_transformers": sum(equal)}
     return {
         "ranks": RANKS,
         "best_draft_tokens": best,
         "tok_s": runs[best].tok_s,
         "tok_s_without_drafts": runs[0].tok_s,
-        "tok_s_transformers": peer.tok_s,
-        "times_transformers": round(runs[best].tok_s / peer.tok_s, 3),
+        "tok_s_transformers": reference.tok_s,
+        "times_transformers": round(runs[best].tok_s / reference.tok_s, 3),
         "times_without_drafts": round(runs[best].tok_s / runs[0].tok_s, 3),
         "engine_by_draft_tokens": engine,
-        "transformers_by_threads": {threads: run.tok_s for threads, run in peers.items()},
+        "transformers_by_threads": {
+            threads: run.tok_s for threads, run in transformers_runs.items()
+        },
         "idle_cpu_percent": idle,
-        "num_prompts": len(peer.outputs),
+        "num_prompts": len(reference.outputs),
         "host": {
             "machine": platform.machine(),
             "cpus": len(psutil.Process().cpu_affinity() or ()),
@@ -186,19 +204,17 @@ def main(
     config: Annotated[Path | None, typer.Option(help="Settings other than the defaults.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 128,
 ) -> None:
-    """Measure this engine at several K and transformers; JSON on the last line."""
+    """Time this engine at several K, and transformers; JSON on the last line of stdout."""
     tokenizer = Tokenizer(model)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    runs: dict[int, Run] = {}
-    idle: dict[str, float] = {}
-    for most in (0, max(DRAFT_TOKENS)):
-        found, idle = measure_engine(model, config, prompts, most, max_tokens)
-        runs |= found
-    peers = {}
+    runs, _ = measure_engine(model, config, prompts, 0, max_tokens)
+    with_drafts, idle = measure_engine(model, config, prompts, max(DRAFT_TOKENS), max_tokens)
+    transformers_runs = {}
     for threads in (1, RANKS):
-        peers[threads] = measure_transformers(model, prompts, threads, max_tokens)
-        print(f"transformers, {threads} threads: {peers[threads]}", file=sys.stderr)
-    print(json.dumps({"max_tokens": max_tokens} | report(runs, peers, idle)))
+        run = transformers_runs[threads] = measure_transformers(model, prompts, threads, max_tokens)
+        print(f"transformers, {threads} threads: {run}", file=sys.stderr)
+    result = report(runs | with_drafts, transformers_runs, idle)
+    print(json.dumps({"max_tokens": max_tokens} | result))
 
 
 if __name__ == "__main__":

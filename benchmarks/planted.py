@@ -1,10 +1,11 @@
-"""A Qwen3.5-shaped checkpoint whose greedy output and draft acceptance are known in advance.
+"""Checkpoints of Qwen3.5's shape whose greedy output and draft acceptance are known in advance.
 
-    embedding row of t = [ a(t) | a(next(t)) | a(guess(t)) | 1 ],  a(.): random unit vectors
+    embedding row of token t = [ a(t) | a(next(t)) | a(guess(t)) | 1 ], a(.) a random unit vector
 
-The last target layer replaces block 0 by block 1, so the tied head's argmax is next(t); the MTP
-layer replaces it by block 2, so the draft's is guess(t). Everything else runs at full shape with
-weights too small to matter: an engine does the real model's work and must print the chain.
+The last target layer replaces block 0 of the hidden by block 1, so that the tied head picks
+next(t). The MTP layer replaces block 0 by block 2, so that the draft picks guess(t). All other
+weights have their full shape and are too small to change a token: an engine does the work of the
+real model and must answer with the chain t, next(t), next(next(t)), ...
 Letters: V vocabulary | H hidden | I MLP width | N width of one block | P share of right guesses
 """
 
@@ -64,9 +65,9 @@ FULL_ATTENTION_INTERVAL = 4
 CONV_KERNEL = 4
 DTYPE = torch.bfloat16
 NEGLIGIBLE = 2e-5
-"""Standard deviation of the output projections: their layers barely move the residual."""
+"""Standard deviation of the output projections, so that their layers hardly change the hidden."""
 GATE = 8.0
-"""Pre-activation that opens the last layer's gate to a constant silu(GATE)."""
+"""Input of the last layer's MLP gate, which makes the gate the constant silu(GATE)."""
 
 TARGET = "model.language_model."
 
@@ -77,11 +78,11 @@ class Chain(NamedTuple):
     next: Tensor
     """The target's greedy token; one cycle through the whole vocabulary."""
     guess: Tensor
-    """The draft's greedy token; equals `next` for a share of the tokens, never by accident."""
+    """The draft's greedy token: equal to `next` for a chosen share of the tokens, and no others."""
 
 
 class Expected(NamedTuple):
-    """What a greedy request on a planted checkpoint must report."""
+    """Tokens and counters that a greedy request on a planted checkpoint must have."""
 
     tokens: list[int]
     iterations: int
@@ -93,7 +94,7 @@ class Expected(NamedTuple):
 def chain(vocab: int, accept: float, seed: int) -> Chain:
     """The chain of a checkpoint of `vocab` tokens where a share `accept` of the guesses is right.
 
-    Accepted / drafted with K drafts comes out near (P + P^2 + ... + P^K) / K for P = accept.
+    Of the drafts at depth K, a share near (P + P^2 + ... + P^K) / K is accepted, P = accept.
     """
     random = torch.Generator().manual_seed(seed)
     order = torch.randperm(vocab, generator=random)
@@ -109,32 +110,37 @@ def expected_counts(
 ) -> Expected:
     """Tokens and counters of a greedy request whose prompt ends in `start`.
 
-    The prefill yields the first token without a verify pass. Then each iteration drafts
-    `draft_tokens`, or one less than the tokens still wanted where those are fewer (the target adds
-    one), and keeps what the target agrees with. No end of sequence is seen. run_ahead: results
-    that are not read yet when an iteration starts (a device's capability); each counts as one
-    token of those wanted.
+    Prefill gives the first token. Then each iteration makes `draft_tokens` drafts, or one less
+    than the tokens still needed where those are fewer (the target adds one token), and keeps the
+    drafts that the target agrees with. No end of sequence stops it. run_ahead: how many steps a
+    device has in flight when the next one starts (one of its capabilities). Results in flight
+    count as one token each of those needed, since how many tokens they hold is not known yet.
     """
     following, guess = chain.next.tolist(), chain.guess.tolist()
-    last, tokens = following[start], []
-    launched: deque[list[tuple[list[int], int]]] = deque()
-    step, promised = [([last], 0)], 1
-    iterations, drafted, accepted_per_position = -1, 0, [0] * draft_tokens
+    tokens: list[int] = []
+    last = following[start]
+    steps_in_flight: deque[list[tuple[list[int], int]]] = deque()
+    """For each step its results: (tokens, drafts) of prefill and of an iteration."""
+    step, results_in_flight = [([last], 0)], 1
+    iterations, drafted, accepted_per_position = -1, 0, [0] * draft_tokens  # prefill makes it 0
     while len(tokens) < num_tokens:
-        wanted = num_tokens - len(tokens) - promised
-        if wanted > 0:
-            limit = min(draft_tokens, wanted - 1)
-            burst = _burst(following, guess, last, limit)
-            last, promised = burst[-1], promised + 1
-            step.append((burst, limit))
-        launched.append(step)
+        tokens_needed = num_tokens - len(tokens) - results_in_flight
+        if tokens_needed > 0:
+            num_drafts = min(draft_tokens, tokens_needed - 1)
+            kept = _iterate(following, guess, last, num_drafts)
+            step.append((kept, num_drafts))
+            last, results_in_flight = kept[-1], results_in_flight + 1
+        steps_in_flight.append(step)
         step = []
-        for burst, limit in launched.popleft() if len(launched) > run_ahead else ():
+        if len(steps_in_flight) <= run_ahead:
+            continue
+        for kept, num_drafts in steps_in_flight.popleft():
             if len(tokens) == num_tokens:
                 break
-            tokens += burst[: num_tokens - len(tokens)]
-            promised, iterations, drafted = promised - 1, iterations + 1, drafted + limit
-            for position in range(len(burst) - 1):
+            tokens += kept[: num_tokens - len(tokens)]
+            results_in_flight, iterations = results_in_flight - 1, iterations + 1
+            drafted += num_drafts
+            for position in range(len(kept) - 1):
                 accepted_per_position[position] += 1
     return Expected(
         tokens=tokens,
@@ -145,10 +151,10 @@ def expected_counts(
     )
 
 
-def _burst(following: list[int], guess: list[int], last: int, limit: int) -> list[int]:
-    """The tokens of one iteration after `last`: drafts that are right, and the target's own."""
+def _iterate(following: list[int], guess: list[int], last: int, num_drafts: int) -> list[int]:
+    """The tokens that an iteration adds after `last`: the right drafts, and one of the target's."""
     tokens, draft = [], last
-    for _ in range(limit):
+    for _ in range(num_drafts):
         draft, last = guess[draft], following[last]
         if draft != last:
             return [*tokens, last]
@@ -158,21 +164,23 @@ def _burst(following: list[int], guess: list[int], last: int, limit: int) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class Filler:
-    """Random weights of the right shape, from one generator."""
+    """Weights of the model's shapes that change no token, drawn from one generator."""
 
     sizes: dict[str, int]
     random: torch.Generator
     device: str
 
     def normal(self, *shape: int, std: float = 0.02) -> Tensor:
-        draw = torch.randn(*shape, generator=self.random, device=self.device)
-        return (draw * std).to(DTYPE)
+        """Normal numbers of mean 0 and standard deviation `std`, bfloat16."""
+        numbers = torch.randn(*shape, generator=self.random, device=self.device)
+        return (numbers * std).to(DTYPE)
 
     def zeros(self, *shape: int) -> Tensor:
+        """Zeros, bfloat16."""
         return torch.zeros(*shape, device=self.device, dtype=DTYPE)
 
     def attention(self) -> dict[str, Tensor]:
-        """Gated attention, [out, in] each; q_proj holds query and gate of each head."""
+        """Gated attention, matrices [out, in]; q_proj holds query and gate of each head."""
         c, hidden = self.sizes, self.sizes["hidden_size"]
         queries = c["num_attention_heads"] * c["head_dim"]
         keys = c["num_key_value_heads"] * c["head_dim"]
@@ -186,7 +194,7 @@ class Filler:
         }
 
     def delta_net(self) -> dict[str, Tensor]:
-        """Gated delta net; A_log and the gated norm are float32 in real checkpoints too."""
+        """Gated delta net; A_log and the gated norm are float32, as in released checkpoints."""
         c, hidden = self.sizes, self.sizes["hidden_size"]
         heads = c["linear_num_value_heads"]
         keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
@@ -205,7 +213,7 @@ class Filler:
         }
 
     def mlp_and_norms(self) -> dict[str, Tensor]:
-        """The norms' weights are offsets from one, hence zeros."""
+        """The MLP and both norms, whose weights are zeros because they are offsets from one."""
         hidden, width = self.sizes["hidden_size"], self.sizes["intermediate_size"]
         return {
             "mlp.gate_proj.weight": self.normal(width, hidden),
@@ -216,8 +224,9 @@ class Filler:
         }
 
     def layer(self, mixer: Callable[[], dict[str, Tensor]], prefix: str) -> dict[str, Tensor]:
-        parts = mixer() | self.mlp_and_norms()
-        return {prefix + name: tensor for name, tensor in parts.items()}
+        """A whole layer by full names. mixer: self.attention or self.delta_net."""
+        tensors = mixer() | self.mlp_and_norms()
+        return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def build(size: str, accept: float, seed: int, device: str = "cpu") -> dict[str, Tensor]:
@@ -246,10 +255,12 @@ def build(size: str, accept: float, seed: int, device: str = "cpu") -> dict[str,
 def text_config(size: str) -> dict[str, Any]:
     """The `text_config` of config.json; the last id of the vocabulary ends a sequence."""
     sizes = SIZES[size]
-    kinds = {True: "full_attention", False: "linear_attention"}
     return sizes | {
         "model_type": "qwen3_5_text",
-        "layer_types": [kinds[_is_attention(i)] for i in range(sizes["num_hidden_layers"])],
+        "layer_types": [
+            "full_attention" if _is_attention(layer) else "linear_attention"
+            for layer in range(sizes["num_hidden_layers"])
+        ],
         "full_attention_interval": FULL_ATTENTION_INTERVAL,
         "linear_conv_kernel_dim": CONV_KERNEL,
         "attn_output_gate": True,
@@ -275,7 +286,7 @@ def text_config(size: str) -> dict[str, Any]:
 
 
 def nested_config(text: dict[str, Any]) -> dict[str, Any]:
-    """config.json as multimodal checkpoints have it; its one small vision layer has no weights."""
+    """config.json in the multimodal layout; its one small vision layer has no weights."""
     vocab = text["vocab_size"]
     return {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -304,7 +315,7 @@ def nested_config(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(out: Path, size: str, accept: float, seed: int, device: str = "cpu") -> None:
-    """Write a checkpoint without a tokenizer; planted.json, written last, says how it was made."""
+    """Write a checkpoint without a tokenizer, and last planted.json with the three arguments."""
     text = text_config(size)
     generation = {"eos_token_id": text["eos_token_id"]}
     out.mkdir(parents=True, exist_ok=True)
@@ -313,8 +324,8 @@ def write(out: Path, size: str, accept: float, seed: int, device: str = "cpu") -
     weights = build(size, accept, seed, device)
     weights = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    made = {"size": size, "accept": accept, "seed": seed}
-    (out / "planted.json").write_text(json.dumps(made))
+    arguments = {"size": size, "accept": accept, "seed": seed}
+    (out / "planted.json").write_text(json.dumps(arguments))
 
 
 def _is_attention(layer: int) -> bool:
@@ -322,14 +333,17 @@ def _is_attention(layer: int) -> bool:
 
 
 def _block(hidden: int) -> int:
-    """N: three blocks and a few spare channels, one of them constant."""
+    """N, the width of one of the three blocks; of the channels left over one is constant."""
     return (hidden - 8) // 3
 
 
 def _plant_embedding(
     chain: Chain, hidden: int, random: torch.Generator, device: str
 ) -> tuple[Tensor, float]:
-    """float32 [V, H] with rows of root mean square 1 (a norm leaves them alone), and the scale."""
+    """The embedding, float32 [V, H], and its scale.
+
+    The root mean square of each row is 1, so that a norm does not change it.
+    """
     vocab, n = len(chain.next), _block(hidden)
     unit = torch.randn(vocab, n, generator=random, device=device)
     unit /= unit.norm(dim=1, keepdim=True)
@@ -343,7 +357,7 @@ def _plant_embedding(
 
 
 def _plant_next(weights: dict[str, Tensor], mlp: str, hidden: int, scale: float) -> None:
-    """Make N channels of an MLP add block 1 - block 0 of the residual to block 0."""
+    """Set N channels of an MLP so that it adds block 1 - block 0 of the hidden to block 0."""
     n = _block(hidden)
     channel = torch.arange(n)
     gate, up, down = (weights[f"{mlp}{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -358,7 +372,7 @@ def _plant_next(weights: dict[str, Tensor], mlp: str, hidden: int, scale: float)
 
 
 def _plant_guess(fill: Filler, hidden: int) -> Tensor:
-    """mtp.fc, [H, 2H] over (embedding, hidden): block 0 becomes block 2 of the embedding."""
+    """mtp.fc, [H, 2H] over (embedding, hidden): its block 0 is block 2 of the embedding."""
     n = _block(hidden)
     channel = torch.arange(n)
     fc = fill.normal(hidden, 2 * hidden, std=NEGLIGIBLE)
@@ -368,7 +382,7 @@ def _plant_guess(fill: Filler, hidden: int) -> Tensor:
 
 
 def _only_block_0(fill: Filler, hidden: int) -> Tensor:
-    """A final norm's offset from one that hides all channels but block 0 from the head."""
+    """A final norm's weight, as an offset from one, that zeroes all channels but block 0."""
     weight = fill.zeros(hidden) - 1
     weight[: _block(hidden)] = 0
     return weight
@@ -381,7 +395,7 @@ def main(
     seed: int = 0,
     device: Annotated[str, typer.Option(help="Where to draw the weights.")] = "cpu",
 ) -> None:
-    """Write a planted checkpoint; chain() and expected_counts() tell what it must print."""
+    """Write a planted checkpoint; chain() and expected_counts() give the answers it must give."""
     if size not in SIZES:
         raise typer.BadParameter(f"size = {size!r}: must be one of {', '.join(SIZES)}")
     if not 0 <= accept <= 1:

@@ -1,10 +1,11 @@
-"""Runners as plain processes, one a device, without Ray: correctness first, then time.
+"""Ranks as plain processes without Ray, one on each device: are the tokens right, and how fast.
 
-    planted checkpoint -> ranks meet -> every batch size: outputs against the chain, counters, TPOT
+    planted checkpoint -> a Runner in each process -> every batch size: exactness, counters, times
 
     python -m outrider.benchmarks.ranks CKPT --device cuda --size 2 --k 5 --batch 1,8,32
 
-The last line of stdout is one JSON object. Greedy; the checkpoint is one of benchmarks/planted.py.
+Requests are greedy, and the checkpoint is one of benchmarks/planted.py. The last line of stdout is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ from outrider.parallel.devices import claim_device, collective_kind, open_device
 
 PROFILED_TOKENS = 128
 DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""Categories of a trace's events that occupy the device."""
+"""Categories of those events of a trace during which the device works."""
 
 
-def drive(runner: Runner, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-    """Run prompts together; -> tokens, counters and times of this rank."""
+def generate(runner: Runner, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    """Run prompts of one length together to their end.
+
+    Returns this rank's tokens and counters, and the times of the whole and of the part in which
+    all requests decode.
+    """
     run = runner.run
-    need = pages_for(
+    pages = pages_for(
         len(prompts[0]) + num_tokens + overshoot_rows(run.draft_tokens), run.page_tokens
     )
     joins = [
@@ -44,68 +49,69 @@ def drive(runner: Runner, prompts: list[list[int]], num_tokens: int) -> dict[str
             slot=i,
             request=i,
             tokens=prompt,
-            pages=list(range(1 + i * need, 1 + (i + 1) * need)),
+            pages=list(range(1 + i * pages, 1 + (i + 1) * pages)),
             sampling=Sampling(max_tokens=num_tokens, ignore_eos=True),
         )
         for i, prompt in enumerate(prompts)
     ]
     outputs: list[list[int]] = [[] for _ in prompts]
     drafted = accepted = iterations = 0
-    first: list[float] = []
-    before = total = steps = 0
+    first_token_times: list[float] = []
+    tokens_before_decode = num_steps = 0
     started = time.perf_counter()
     runner.apply(joins)
     while runner.has_work:
-        progress = runner.step()
-        steps += 1
-        for p in progress:
-            if not outputs[p.request]:
-                first.append(time.perf_counter())
-            outputs[p.request] += p.tokens
-            total += len(p.tokens)
-            drafted, accepted = drafted + p.drafted, accepted + p.accepted
-            iterations += p.verified
-        if len(first) == len(prompts) and not before:
-            before, steps = total, 0  # all decode from here on: the rest is what is timed
+        num_steps += 1
+        for progress in runner.step():
+            if not outputs[progress.request]:
+                first_token_times.append(time.perf_counter())
+            outputs[progress.request] += progress.tokens
+            drafted, accepted = drafted + progress.drafted, accepted + progress.accepted
+            iterations += progress.verified
+        if len(first_token_times) == len(prompts) and not tokens_before_decode:
+            tokens_before_decode, num_steps = sum(map(len, outputs)), 0
     ended = time.perf_counter()
     return {
         "outputs": outputs,
         "drafted": drafted,
         "accepted": accepted,
         "iterations": iterations,
-        "ttft_s": first[0] - started,
+        "ttft_s": first_token_times[0] - started,
         "e2e_s": ended - started,
-        "decode_s": ended - max(first),
-        "decode_tokens": total - before,
-        "decode_steps": steps,
+        "decode_s": ended - max(first_token_times),
+        "decode_tokens": sum(map(len, outputs)) - tokens_before_decode,
+        "decode_steps": num_steps,
     }
 
 
 def measure(
     runner: Runner, chain: planted.Chain, batch: int, prompt: int, new: int, repeats: int
 ) -> dict[str, Any]:
-    """One batch size: exactness on every repeat, medians of the times."""
+    """One batch size: were all tokens of all repeats right, and the medians of the times.
+
+    prompt, new: tokens of each prompt and of each answer. The first of the repeats + 1 runs warms
+    up and is not timed.
+    """
     vocab, runs, exact = len(chain.next), [], True
     for repeat in range(repeats + 1):
         generator = torch.Generator().manual_seed(100 * batch + repeat)
         prompts = torch.randint(0, vocab, (batch, prompt), generator=generator).tolist()
-        single = drive(runner, prompts, 1)["e2e_s"]
-        result = drive(runner, prompts, new)
-        result["after_first_s"] = result["e2e_s"] - single
+        first_token_s = generate(runner, prompts, 1)["e2e_s"]
+        result = generate(runner, prompts, new)
+        result["after_first_s"] = result["e2e_s"] - first_token_s
         for ids, output in zip(prompts, result["outputs"], strict=True):
-            want = planted.expected_counts(chain, ids[-1], new, runner.run.draft_tokens)
-            exact &= output == want.tokens
-        if repeat:
+            expected = planted.expected_counts(chain, ids[-1], new, runner.run.draft_tokens)
+            exact = exact and output == expected.tokens
+        if repeat > 0:
             runs.append(result)
     rate = statistics.median(r["decode_tokens"] / r["decode_s"] for r in runs)
+    after_first_s = statistics.median(r["after_first_s"] for r in runs)
     return {
         "batch": batch,
         "exact": exact,
         "tpot_ms": 1e3 * batch / rate,
         "tok_s": rate,
-        "tok_s_after_first": batch
-        * (new - 1)
-        / statistics.median(r["after_first_s"] for r in runs),
+        "tok_s_after_first": batch * (new - 1) / after_first_s,
         "ttft_ms": 1e3 * statistics.median(r["ttft_s"] for r in runs),
         "e2e_ms": 1e3 * statistics.median(r["e2e_s"] for r in runs),
         "accepted": sum(r["accepted"] for r in runs) / max(1, sum(r["drafted"] for r in runs)),
@@ -113,83 +119,94 @@ def measure(
     }
 
 
-def body(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
-    """One rank's process."""
+def run_rank(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
+    """One rank's process: measure every batch size and put (rank, result) on the queue.
+
+    options: those of the command line. port: of the store where the ranks meet.
+    """
     torch.set_num_threads(1)
-    device, size = options["device"], options["size"]
+    kind, size = options["device"], options["size"]
     store = group.join_store("127.0.0.1", port)
-    claim_device(device, rank)
-    kind = options["collective"] or collective_kind(device)
-    device_of = open_device(device, rank, group.connect(store, rank, size, kind))
-    folder, batches = Path(options["checkpoint"]), options["batches"]
-    longest = options["prompt"] + options["new"]
-    run = RunConfig(
-        model_dir=str(folder),
-        dtype=options["dtype"],
-        tensor_parallel=size,
-        draft_tokens=options["k"],
-        draft_body=options["draft_body"],
-        draft_head=options["draft_head"],
-        max_slots=max(batches),
-        max_model_len=longest,
-        num_pages=2
-        + max(batches) * pages_for(longest + overshoot_rows(options["k"]), options["page_tokens"]),
-        page_tokens=options["page_tokens"],
-        prefill_chunk=options["chunk"],
-    )
+    claim_device(kind, rank)
+    collective = options["collective"] or collective_kind(kind)
+    device = open_device(kind, rank, group.connect(store, rank, size, collective))
+    folder = Path(options["checkpoint"])
     started = time.perf_counter()
-    runner = Runner(run, device_of)
+    runner = Runner(run_config(folder, options), device)
     runner.warm_up()
     load_s = time.perf_counter() - started
     vocab = load_config(folder).vocab_size
     chain = planted.chain(vocab, options["accept"], options["seed"])
     shape = (options["prompt"], options["new"], options["repeats"])
-    rows = [measure(runner, chain, batch, *shape) for batch in batches]
+    rows = [measure(runner, chain, batch, *shape) for batch in options["batches"]]
     if rank == 0:
         for row in rows:
             print(row, flush=True)
-    for batch in batches if options["profile"] else ():
+    for batch in options["batches"] if options["profile"] else ():
         prompts = [[1] * options["prompt"]] * batch
         if rank == 0:
             file = Path(options["profile"])
             profile(runner, prompts, file.with_name(f"{file.stem}-{batch}{file.suffix}"))
         else:
-            drive(runner, prompts, PROFILED_TOKENS)
+            generate(runner, prompts, PROFILED_TOKENS)
     queue.put((rank, {"load_s": load_s, "rows": rows}))
     store.add("done", 1)
     while store.add("done", 0) < size:
         time.sleep(0.01)
 
 
-def profile(runner: Runner, prompts: list[list[int]], file: Path) -> None:
-    """What each kernel adds to an iteration and to the prompts, and how busy the device is.
+def run_config(folder: Path, options: dict[str, Any]) -> RunConfig:
+    """The options as a RunConfig that has the slots and pages of the largest batch."""
+    max_slots, max_model_len = max(options["batches"]), options["prompt"] + options["new"]
+    pages = pages_for(max_model_len + overshoot_rows(options["k"]), options["page_tokens"])
+    return RunConfig(
+        model_dir=str(folder),
+        dtype=options["dtype"],
+        tensor_parallel=options["size"],
+        draft_tokens=options["k"],
+        draft_body=options["draft_body"],
+        draft_head=options["draft_head"],
+        max_slots=max_slots,
+        max_model_len=max_model_len,
+        num_pages=2 + max_slots * pages,
+        page_tokens=options["page_tokens"],
+        prefill_chunk=options["chunk"],
+    )
 
-    A table in `file`, and beside it the trace.
+
+def profile(runner: Runner, prompts: list[list[int]], file: Path) -> None:
+    """Write a table of what each kernel adds to an iteration and to the prompts into `file`.
+
+    The trace of the profiler is written beside it.
     """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        drive(runner, prompts, PROFILED_TOKENS)
+        generate(runner, prompts, PROFILED_TOKENS)
     trace.export_chrome_trace(str(file.with_suffix(".trace.json")))
     events = json.loads(file.with_suffix(".trace.json").read_text())["traceEvents"]
     file.write_text(tables([e for e in events if e.get("cat") in DEVICE_WORK]))
 
 
 def tables(events: list[dict[str, Any]]) -> str:
-    """Chrome-trace events of one device -> the decode iterations by kernel, then the prompts."""
+    """Events of one device in a Chrome trace -> a table of the iterations, and one of the prompts.
+
+    Of the iterations those from a quarter on are taken, without the last.
+    """
     events.sort(key=lambda e: e["ts"] + e["dur"])
     commits = [i for i, e in enumerate(events) if "_commit_kernel" in e["name"]]
-    first, last = commits[len(commits) // 4], commits[-2]
-    iterations = sum(first < i <= last for i in commits)
-    decode = timeline(events[first : last + 1], iterations, "iterations")
-    return decode + "\n" + timeline(events[: commits[0]], 1, "stretch of prompts")
+    first = len(commits) // 4
+    iterations = len(commits) - 2 - first
+    decode = kernel_table(events[commits[first] : commits[-2] + 1], iterations, "iterations")
+    return decode + "\n" + kernel_table(events[: commits[0]], 1, "stretch of prompts")
 
 
-def timeline(events: list[dict[str, Any]], rounds: int, what: str) -> str:
-    """Events by time of their end -> a table by kernel, the first event left out.
+def kernel_table(events: list[dict[str, Any]], rounds: int, title: str) -> str:
+    """Events in the order of their ends -> microseconds and calls a round of each kernel.
 
-    Kernels may overlap, so a kernel counts for what it adds: from the latest end before it, or its
-    own start if that is later, to its own end. What lies between is idle time.
+    Kernels may overlap. So a kernel counts for what it adds: from the latest end before it, or its
+    own start if that is later, to its own end. The rest is idle time. The end of the first event
+    is where the table begins.
     """
     end = begun = events[0]["ts"] + events[0]["dur"]
     idle_us, added, calls = 0.0, defaultdict[str, float](float), Counter[str]()
@@ -201,7 +218,7 @@ def timeline(events: list[dict[str, Any]], rounds: int, what: str) -> str:
         calls[name] += 1
     total_us = end - begun
     lines = [
-        f"{rounds} {what} of {total_us / rounds:.1f} us, device busy {1 - idle_us / total_us:.2%}"
+        f"{rounds} {title} of {total_us / rounds:.1f} us, device busy {1 - idle_us / total_us:.2%}"
     ]
     for name, us in sorted(added.items(), key=lambda item: -item[1]):
         lines.append(f"{us / rounds:8.1f} us {calls[name] / rounds:6.1f} calls  {name}")
@@ -227,7 +244,7 @@ def main(
     collective: Annotated[str, typer.Option(help="Empty: the device's own.")] = "",
     profile: Annotated[str, typer.Option(help="Files for kernel tables, one a batch size.")] = "",
 ) -> None:
-    """Measure; JSON on the last line."""
+    """Time the ranks; JSON on the last line of stdout."""
     options = {
         "checkpoint": str(checkpoint),
         "device": device,
@@ -250,7 +267,8 @@ def main(
     context = multiprocessing.get_context("spawn")
     store, queue = group.host_store("127.0.0.1"), context.Queue()
     ranks = [
-        context.Process(target=body, args=(r, store.port, options, queue)) for r in range(size)
+        context.Process(target=run_rank, args=(rank, store.port, options, queue))
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()

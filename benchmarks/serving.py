@@ -1,8 +1,10 @@
-"""What HTTP adds to the engine, and what the automatic depth costs and gains.
+"""What serving over HTTP costs, and what `draft_tokens: auto` costs and gains.
 
-    python -m outrider.benchmarks.serving http     first token, events, the driver's CPU
+    python -m outrider.benchmarks.serving http     first token, events, the driver's CPU time
     python -m outrider.benchmarks.serving depth    tokens a second by depth and acceptance
-One JSON object on the last line of stdout. The http part serves examples/tiny on this host.
+
+Without an argument both run. The http part serves examples/tiny on this host. The last line of
+stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,17 +24,22 @@ from outrider.actors.engine import Engine, Sampling
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny"
 PORT, WARM_UP, ROUNDS, REQUESTS, ANSWER_TOKENS = 8765, 5, 4, 20, 64
+"""Of the http part; REQUESTS a round are streamed, and as many are not."""
 DEPTH_SLOTS, DEPTH_TOKENS, DEPTH_ROUNDS = 4, 160, 8
+"""Of the depth part: requests at once, tokens of each answer, rounds."""
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that the threads of a process have used, to the nanosecond."""
+    """CPU seconds that the threads of a process have used, which /proc gives in nanoseconds."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 def http() -> dict[str, Any]:
-    """Rounds of the same request as a stream and whole: what differs is what its events cost."""
+    """Rounds of one request, first as streams, then whole.
+
+    The difference in the driver's CPU time is what the events of a stream cost.
+    """
     prefer_haproxy()
     import httpx2
 
@@ -41,40 +48,35 @@ def http() -> dict[str, Any]:
     spec = serving_spec(None, {"model": str(TINY), "port": PORT})
     body = {"prompt": "To create a new project,", "temperature": 0, "ignore_eos": True}
     body |= {"max_tokens": ANSWER_TOKENS}
-    waits_ms, streamed, whole, events = [], [], [], 0
+    first_ms: list[float] = []
+    streamed, whole, events = [], [], 0
     with serving(spec) as url, httpx2.Client(timeout=60) as client:
         root = url.removesuffix("/v1")
         for _ in range(WARM_UP):
             client.post(url + "/completions", json=body)
         for _ in range(ROUNDS):
-            looks = [look(client, root)]
+            before = counters(client, root)
             for _ in range(REQUESTS):
-                started = time.perf_counter()
-                first = 0.0
-                with client.stream(
-                    "POST", url + "/completions", json=body | {"stream": True}
-                ) as response:
-                    for line in response.iter_lines():
-                        first = first or time.perf_counter() - started
-                        events += bool(line)
-                waits_ms.append(1e3 * first)
-            looks.append(look(client, root))
+                times_ms = stream_once(client, url + "/completions", body)
+                first_ms.append(times_ms[0])
+                events += len(times_ms)
+            between = counters(client, root)
             for _ in range(REQUESTS):
                 client.post(url + "/completions", json=body)
-            looks.append(look(client, root))
-            streamed.append({key: looks[1][key] - looks[0][key] for key in looks[0]})
-            whole.append({key: looks[2][key] - looks[1][key] for key in looks[0]})
+            after = counters(client, root)
+            streamed.append({key: between[key] - before[key] for key in before})
+            whole.append({key: after[key] - between[key] for key in before})
     requests = ROUNDS * REQUESTS
     ttft_ms = 1e3 * sum(one["ttft_s"] for one in streamed) / requests
-    extra = [1e3 * (s["cpu_s"] - w["cpu_s"]) for s, w in zip(streamed, whole, strict=True)]
+    extra_ms = [1e3 * (s["cpu_s"] - w["cpu_s"]) for s, w in zip(streamed, whole, strict=True)]
     return {
-        "client_ttft_ms": statistics.mean(waits_ms),
+        "client_ttft_ms": statistics.mean(first_ms),
         "engine_ttft_ms": ttft_ms,
-        "added_ms": statistics.mean(waits_ms) - ttft_ms,
+        "added_ms": statistics.mean(first_ms) - ttft_ms,
         "requests": requests,
         "events": events,
-        "driver_cpu_ms_an_event": sum(extra) / events,
-        "by_round": [round(ROUNDS * one / events, 3) for one in extra],
+        "driver_cpu_ms_an_event": sum(extra_ms) / events,
+        "by_round": [round(ROUNDS * one / events, 3) for one in extra_ms],
         "driver_cpu_ms_a_request": {
             "streamed": 1e3 * sum(one["cpu_s"] for one in streamed) / requests,
             "whole": 1e3 * sum(one["cpu_s"] for one in whole) / requests,
@@ -82,8 +84,19 @@ def http() -> dict[str, Any]:
     }
 
 
-def look(client: Any, root: str) -> dict[str, float]:
-    """The engine's sum of times to first tokens, and the driver's CPU time."""
+def stream_once(client: Any, url: str, body: dict[str, Any]) -> list[float]:
+    """Milliseconds from the request to each event of its stream."""
+    times_ms = []
+    started = time.perf_counter()
+    with client.stream("POST", url, json=body | {"stream": True}) as response:
+        for line in response.iter_lines():
+            if line:  # an empty line ends each event
+                times_ms.append(1e3 * (time.perf_counter() - started))
+    return times_ms
+
+
+def counters(client: Any, root: str) -> dict[str, float]:
+    """Sum of the engine's times to first tokens, and CPU time of the driver's process; seconds."""
     metrics = client.get(root + "/metrics").text
     name = "outrider_time_to_first_token_seconds_sum "
     total = next(line for line in metrics.splitlines() if line.startswith(name))
@@ -92,7 +105,11 @@ def look(client: Any, root: str) -> dict[str, float]:
 
 
 def depth() -> dict[str, Any]:
-    """Engines that stand side by side take turns, so that the host's moods meet them all."""
+    """Depths 0, auto and 5, with drafts that are never right and with drafts that mostly are.
+
+    The three engines exist at the same time and take turns, so that a slow moment of the host
+    does not hit one of them alone.
+    """
     from outrider.benchmarks import planted
 
     result: dict[str, Any] = {}
@@ -105,35 +122,37 @@ def depth() -> dict[str, Any]:
 
 
 def side_by_side(model: Path, settings: Sequence[int | str]) -> dict[str, Any]:
-    """Tokens a second of DEPTH_SLOTS requests together, each of them as long as the others."""
+    """Tokens a second of DEPTH_SLOTS equally long requests, for each draft_tokens setting."""
     cluster = start_private(num_cpus=64, namespace="depth", object_store_bytes=10**8)
-    how = Sampling(max_tokens=DEPTH_TOKENS, ignore_eos=True)
-    speeds: dict[str, list[float]] = {str(k): [] for k in settings}
+    sampling = Sampling(max_tokens=DEPTH_TOKENS, ignore_eos=True)
+    speeds: dict[str, list[float]] = {str(setting): [] for setting in settings}
     drafts = {}
     with contextlib.ExitStack() as stack:
         stack.callback(cluster.close)
         engines = {
-            str(k): stack.enter_context(Engine.from_config(None, model=str(model), draft_tokens=k))
-            for k in settings
+            str(setting): stack.enter_context(
+                Engine.from_config(None, model=str(model), draft_tokens=setting)
+            )
+            for setting in settings
         }
         for turn in range(DEPTH_ROUNDS + 1):
             for name, engine in engines.items():
                 started = time.perf_counter()
-                answers = engine.generate([[7, i] for i in range(DEPTH_SLOTS)], how)
+                answers = engine.generate([[7, i] for i in range(DEPTH_SLOTS)], sampling)
                 tokens = sum(len(answer.token_ids) for answer in answers)
-                if turn:  # the first warms up, and tries every depth
+                if turn > 0:  # turn 0 warms up, and `auto` tries every depth in it
                     speeds[name].append(tokens / (time.perf_counter() - started))
         for name, engine in engines.items():
             stats = engine.stats()
             drafts[name] = stats["drafted"] / max(1, stats["iterations"])
-    base = speeds[str(settings[0])]
+    first = speeds[str(settings[0])]
     return {
         name: {
-            "tok_s": [round(one, 1) for one in own],
-            "times_the_first": round(statistics.median(a / b for a, b in zip(own, base)), 3),
+            "tok_s": [round(rate, 1) for rate in rates],
+            "times_the_first": round(statistics.median(a / b for a, b in zip(rates, first)), 3),
             "drafts_an_iteration": round(drafts[name], 2),
         }
-        for name, own in speeds.items()
+        for name, rates in speeds.items()
     }
 
 
