@@ -1,9 +1,9 @@
-"""The rows of `outrider bench` for people: a line each while it runs, then tables and plots.
+"""The result rows of `outrider bench` as text: a line each while it runs, then tables and plots.
 
     {"rows": [...], "host": {...}} -> DIR/report.md, DIR/result.json, DIR/*.png
 
-Tables have the columns of the anchor's: end-to-end time, time to the first token and time a token,
-as the server and the client saw them (means, ms). Plots need matplotlib (the extra "bench").
+The tables show mean end-to-end time, time to the first token (TTFT) and time per token (TPOT) in
+milliseconds, as the server and as the client saw them. Plots need matplotlib (the extra "bench").
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 from outrider.model.config import ConfigError
 
 Row = dict[str, Any]
-
-HEAD = (
+"""What an engine did at one batch size, by the keys of the JSON line."""
+COLUMNS = (
     "srv E2E | srv TTFT | srv TPOT | cli E2E | cli TTFT | cli TPOT | ITL p50 / p90 / p99 | "
     "tok/s | decode tok/s | wave tok/s | accepted | tok/iteration | exact | as computed"
 )
 
 
 def need_plots() -> None:
-    """Raise ConfigError where there is no matplotlib."""
+    """Raise ConfigError where matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--report draws plots with matplotlib: pip install 'outrider[bench]'")
 
 
 def one_line(row: Row) -> str:
-    """A row while the others still run."""
+    """The line of a row that is printed as soon as it is measured."""
     server = row["server"]
     parts = [
         f"{row['configuration']}, batch {row['batch']}",
@@ -49,7 +49,7 @@ def one_line(row: Row) -> str:
 
 
 def write(folder: Path, result: dict[str, Any]) -> None:
-    """report.md, result.json and a plot for each thing that was swept."""
+    """Write report.md, result.json and a plot for each of K and batch that takes several values."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(result, indent=1))
     (folder / "report.md").write_text(markdown(result))
@@ -65,7 +65,7 @@ def write(folder: Path, result: dict[str, Any]) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Host, command and the tables."""
+    """The text of report.md: command, host and tables."""
     host, rows = result["host"], result["rows"]
     versions = ", ".join(
         f"{name} {host[name]}"
@@ -73,13 +73,14 @@ def markdown(result: dict[str, Any]) -> str:
         if host[name]
     )
     first, protocol = rows[0], result["protocol"]
+    devices = "; ".join(host["devices"]) or "no device"
+    if host["driver"]:
+        devices += f", driver {host['driver']}"
     lines = [
         f"`{result['command']}`",
         "",
-        f"Host: {host['cpu']}, {host['cpus']} CPUs; "
-        f"{'; '.join(host['devices']) or 'no device'}"
-        + (f", driver {host['driver']}" if host["driver"] else "")
-        + f"; {versions}; commit {host['commit']}; {host['date']}.",
+        f"Host: {host['cpu']}, {host['cpus']} CPUs; {devices}; {versions}; "
+        f"commit {host['commit']}; {host['date']}.",
         "",
         f"{first['device']}, TP{first['tensor_parallel']}, {first['dtype']}, greedy, prompt "
         f"{protocol['prompt']}, {protocol['new']} new, {protocol['requests']} requests x "
@@ -92,8 +93,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _sweep_table(rows: Sequence[Row]) -> list[str]:
-    lines = [f"| K | batch | {HEAD} | first token after start, s |"]
-    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    lines = _table_head(f"| K | batch | {COLUMNS} | first token after start, s |")
     for row in rows:
         start = f"{row['start_to_first_token_s']:g}"
         lines.append(f"| {row['draft_tokens']} | {row['batch']} | {_cells(row)} | {start} |")
@@ -101,38 +101,43 @@ def _sweep_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _percentile_table(rows: Sequence[Row]) -> list[str]:
-    """p50 / p90 / p99 of every time, at both ends."""
-    lines = ["| engine | batch | end | E2E | TTFT | TPOT | ITL |", "|---|---|---|---|---|---|---|"]
+    """p50 / p90 / p99 of every time, as the server and as the client saw it."""
+    lines = _table_head("| engine | batch | end | E2E | TTFT | TPOT | ITL |")
     for row in rows:
         for end in ("server", "client"):
-            cells = [_marks(row[end][n]) for n in ("e2e_ms", "ttft_ms", "tpot_ms", "itl_ms")]
-            name = f"{row['configuration']} | {row['batch']} | {end}"
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            times = ("e2e_ms", "ttft_ms", "tpot_ms", "itl_ms")
+            cells = [row["configuration"], str(row["batch"]), end]
+            cells += [_percentiles(row[end][name]) for name in times]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _table_head(titles: str) -> list[str]:
+    """The first two lines of a Markdown table."""
+    return [titles, "|---" * (titles.count("|") - 1) + "|"]
 
 
 def _ablation_tables(result: dict[str, Any]) -> list[str]:
-    """Two tables a batch size; the change of the server's E2E beside each row."""
+    """Two tables for each batch size, with the relative change of the server's end-to-end time."""
     lines = []
     for batch in sorted({row["batch"] for row in result["rows"]}):
         rows = [row for row in result["rows"] if row["batch"] == batch]
-        steps = [row for row in rows if not row["configuration"].startswith("without")]
-        whole = steps[-1]
+        cumulative = [row for row in rows if not _is_leave_one_out(row)]
+        all_changes, all_but_last = cumulative[-1], cumulative[-2]
         lines += [f"Batch {batch}, one change after the other:", ""]
-        lines += _changes(steps, [steps[0], *steps[:-1]], "to the row before")
-        without = [row for row in rows if row["configuration"].startswith("without")]
-        last = dict(steps[-2]) | {"configuration": "without: the last change (as above)"}
+        lines += _changes(cumulative, [cumulative[0], *cumulative[:-1]], "to the row before")
+        others = [all_changes, *(row for row in rows if _is_leave_one_out(row))]
+        others.append(all_but_last | {"configuration": "without: the last change (as above)"})
         lines += ["", f"Batch {batch}, all changes but one:", ""]
-        rest = [whole, *without, last]
-        lines += [*_changes(rest, [whole] * len(rest), "to all changes"), ""]
+        lines += [*_changes(others, [all_changes] * len(others), "to all changes"), ""]
     if result.get("not_applicable"):
-        lines.append(f"Not to be undone on this device: {', '.join(result['not_applicable'])}.")
+        lines.append(f"Cannot be undone on this device: {', '.join(result['not_applicable'])}.")
     return lines
 
 
-def _changes(rows: Sequence[Row], others: Sequence[Row], what: str) -> list[str]:
-    lines = [f"| engine | srv E2E {what} | {HEAD} |"]
-    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+def _changes(rows: Sequence[Row], others: Sequence[Row], change_title: str) -> list[str]:
+    """A table of rows, each compared with the row at the same place of `others`."""
+    lines = _table_head(f"| engine | srv E2E {change_title} | {COLUMNS} |")
     for row, other in zip(rows, others, strict=True):
         change = row["server"]["e2e_ms"]["mean"] / other["server"]["e2e_ms"]["mean"] - 1
         lines.append(f"| {row['configuration']} | {100 * change:+.1f} % | {_cells(row)} |")
@@ -140,28 +145,29 @@ def _changes(rows: Sequence[Row], others: Sequence[Row], what: str) -> list[str]
 
 
 def _cells(row: Row) -> str:
+    """The cells of COLUMNS."""
     times = [
         _mean(row, end, name)
         for end in ("server", "client")
         for name in ("e2e_ms", "ttft_ms", "tpot_ms")
     ]
-    marks = _marks(row["client"]["itl_ms"])
+    latencies = _percentiles(row["client"]["itl_ms"])
     rates = [_number(row[name]) for name in ("tok_s", "decode_tok_s", "wave_tok_s")]
     counts = [_share(row), f"{row['tokens_per_iteration']:g}", _exact(row), _as_computed(row)]
-    return " | ".join([*times, marks, *rates, *counts])
+    return " | ".join([*times, latencies, *rates, *counts])
 
 
 def _mean(row: Row, end: str, name: str) -> str:
-    marks = row[end][name]
-    return _number(marks["mean"]) if marks else "-"
+    times = row[end][name]
+    return _number(times["mean"]) if times else "-"
 
 
-def _marks(times: dict[str, float] | None) -> str:
+def _percentiles(times: dict[str, float] | None) -> str:
     return " / ".join(_number(times[name]) for name in ("p50", "p90", "p99")) if times else "-"
 
 
 def _number(value: float | None) -> str:
-    """Three digits that matter, whole numbers from a thousand on."""
+    """Four significant digits; whole numbers from a thousand on."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -176,24 +182,24 @@ def _exact(row: Row) -> str:
 
 
 def _as_computed(row: Row) -> str:
-    """Accepted drafts, and what the chain gives where it differs."""
+    """Whether the counters are those computed in advance; both where they differ."""
     if row["expected_accepted"] is None:
         return "unknown"
-    same = row["accepted"] == row["expected_accepted"] and row["drafted"] == row["expected_drafted"]
-    return (
-        "yes"
-        if same
-        else f"{row['accepted']} of {row['drafted']}, computed {row['expected_accepted']} of "
-        f"{row['expected_drafted']}"
-    )
+    counted = f"{row['accepted']} of {row['drafted']}"
+    computed = f"{row['expected_accepted']} of {row['expected_drafted']}"
+    return "yes" if counted == computed else f"{counted}, computed {computed}"
+
+
+def _is_leave_one_out(row: Row) -> bool:
+    return row["configuration"].startswith("without")
 
 
 def _is_ablation(rows: Sequence[Row]) -> bool:
-    return any(row["configuration"].startswith("without") for row in rows)
+    return any(map(_is_leave_one_out, rows))
 
 
 def _axes(columns: int, width: float = 5.0) -> tuple[Any, Any]:
-    """A figure and its axes, each `width` inches wide."""
+    """A figure and its axes side by side, each `width` inches wide."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -203,19 +209,21 @@ def _axes(columns: int, width: float = 5.0) -> tuple[Any, Any]:
 
 
 def _plot_sweep(path: Path, rows: Sequence[Row], x: str, label: str, by: str) -> None:
-    """TPOT, TTFT and decode speed over `x`, a line for each value of `by`."""
+    """Plot TPOT, TTFT and decode speed over column `x`, a line for each value of column `by`."""
     names = {"batch": "batch", "draft_tokens": "K"}
     figure, axes = _axes(3)
     for value in sorted({row[by] for row in rows}):
-        line = sorted((row for row in rows if row[by] == value), key=lambda row: row[x])
-        times = [
-            [(row["server"][key] or {}).get("mean") for row in line]
-            for key in ("tpot_ms", "ttft_ms")
+        series = sorted((row for row in rows if row[by] == value), key=lambda row: row[x])
+        heights = [
+            [(row["server"][name] or {}).get("mean") for row in series]
+            for name in ("tpot_ms", "ttft_ms")
         ]
-        for axis, values in zip(axes, [*times, [row["decode_tok_s"] for row in line]]):
-            known = [(row[x], y) for row, y in zip(line, values) if y is not None]
-            axis.plot(*zip(*known) if known else ([], []), "o-", label=f"{names[by]} {value}")
-    titles = ("time a token, ms (server)", "time to the first token, ms (server)", "decode tok/s")
+        heights.append([row["decode_tok_s"] for row in series])
+        for axis, values in zip(axes, heights):
+            known = [(row[x], y) for row, y in zip(series, values) if y is not None]
+            places, heights_there = [place for place, _ in known], [y for _, y in known]
+            axis.plot(places, heights_there, "o-", label=f"{names[by]} {value}")
+    titles = ("time per token, ms (server)", "time to first token, ms (server)", "decode tok/s")
     for axis, title in zip(axes, titles, strict=True):
         highest = max((y for drawn in axis.lines for y in drawn.get_ydata()), default=1.0)
         axis.set(title=title, xlabel=label, ylim=(0, 1.08 * highest))
@@ -227,7 +235,7 @@ def _plot_sweep(path: Path, rows: Sequence[Row], x: str, label: str, by: str) ->
 
 
 def _plot_positions(path: Path, rows: Sequence[Row]) -> None:
-    """Share of iterations in which the draft at each position was accepted."""
+    """Plot the share of iterations in which the draft at each position was accepted."""
     figure, (axis,) = _axes(1)
     for row in rows:
         shares = row["accepted_by_position"]
@@ -242,14 +250,17 @@ def _plot_positions(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _plot_ablation(path: Path, rows: Sequence[Row]) -> None:
-    """Server E2E of each engine, smallest batch; a bar far beyond the others is cut."""
+    """Plot the server's end-to-end time of each engine at the smallest batch.
+
+    A bar of over 2.5 times the median is cut there.
+    """
     figure, (axis,) = _axes(1, width=9.0)
-    least = min(row["batch"] for row in rows)
-    shown = [row for row in rows if row["batch"] == least][::-1]
+    batch = min(row["batch"] for row in rows)
+    shown = [row for row in reversed(rows) if row["batch"] == batch]  # barh draws from below
     values = [row["server"]["e2e_ms"]["mean"] for row in shown]
     edge = min(max(values), 2.5 * sorted(values)[len(values) // 2])
     bars = axis.barh([row["configuration"] for row in shown], [min(v, edge) for v in values])
     axis.bar_label(bars, [_number(v) + (" (cut)" if v > edge else "") for v in values], padding=3)
-    axis.set(title=f"end to end, ms (server, batch {least})", xlim=(0, 1.2 * edge))
+    axis.set(title=f"end to end, ms (server, batch {batch})", xlim=(0, 1.2 * edge))
     axis.tick_params(axis="y", labelsize="small")
     figure.savefig(path, dpi=120)

@@ -53,14 +53,14 @@ def test_decode_speed_counts_only_when_all_of_a_batch_decode() -> None:
 
 
 def test_numbers_are_lists_and_ranges() -> None:
-    assert latency.numbers("0..3,5", "--k", 0, 16) == [0, 1, 2, 3, 5]
-    assert latency.numbers("1,2,2", "--batch", 1, 9) == [1, 2]
+    assert latency.parse_numbers("0..3,5", "--k", 0, 16) == [0, 1, 2, 3, 5]
+    assert latency.parse_numbers("1,2,2", "--batch", 1, 9) == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["", "a", "3..1", "17", "1,,2"])
 def test_numbers_out_of_place_name_the_option(text: str) -> None:
     with pytest.raises(ValueError, match=r"--k .*from 0 to 16"):
-        latency.numbers(text, "--k", 0, 16)
+        latency.parse_numbers(text, "--k", 0, 16)
 
 
 def test_ablation_undoes_changes_cumulatively_and_one_by_one() -> None:
@@ -185,7 +185,7 @@ def test_a_missing_planted_checkpoint_is_written_once(
     monkeypatch.setattr(latency, "CACHE", tmp_path)
     folder = latency.planted_model("tiny", "cpu", 0.5, 3)
     oracle = latency.Oracle(folder)
-    assert oracle.made == {"size": "tiny", "accept": 0.5, "seed": 3}
+    assert oracle.arguments == {"size": "tiny", "accept": 0.5, "seed": 3}
     assert torch.equal(oracle.chain.next, planted.chain(1024, 0.5, 3).next)
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert latency.planted_model("tiny", "cpu", 0.5, 3) == folder
