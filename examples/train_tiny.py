@@ -1,11 +1,12 @@
-"""Train the bundled tiny checkpoint: a Qwen3.5 text model and its MTP draft, on open documentation.
+"""Trains the bundled checkpoint: a Qwen3.5 text model and its MTP draft, on open documentation.
 
-Path of the data: pinned source packages -> plain text -> BPE tokens -> target + draft -> a folder.
-`prepare` needs the network (pip); `train` and `evaluate` need only what it left in the work folder.
-The target is transformers' own Qwen3.5 text model. The draft is assembled here from its decoder
-layer and norm, and is trained as it is used: fed its own hiddens for DRAFT_STEPS steps in a chain,
-with the target's distribution as its goal.
-Letters: B batch, S tokens in a window, T draft rows (S - DRAFT_STEPS), V vocabulary, H hidden.
+    prepare: packages -> tokens    train: tokens -> target and draft -> folder    evaluate: folder
+
+`prepare` needs the network (pip); the others need only what it wrote into the work folder. The
+target is transformers' Qwen3.5 text model. The draft is built of the same decoder layer and norm.
+It is trained as it is used: each of DRAFT_STEPS steps gets the hidden of the step before, and the
+target's distribution is what it must learn.
+Letters: B batch | S tokens in a window | T draft rows, S - DRAFT_STEPS | V vocabulary | H hidden
 """
 
 import argparse
@@ -83,7 +84,10 @@ class Draft(nn.Module):
                 nn.init.normal_(weight, std=config.initializer_range)
 
     def attend(self, x: Tensor, rotary: tuple[Tensor, Tensor], kv: list[Tensor], mask: Tensor):
-        """The layer's gated attention. kv holds the keys and values of the chain so far."""
+        """The layer's gated attention over `kv`, the keys and values of the steps so far.
+
+        x [B, T, H] -> [B, T, H]; this step's own keys and values are appended to `kv`.
+        """
         attn = self.layers[0].self_attn
         shape = (*x.shape[:-1], -1, attn.head_dim)
         q, gate = attn.q_proj(x).view(*x.shape[:-1], -1, 2 * attn.head_dim).chunk(2, dim=-1)
@@ -99,9 +103,11 @@ class Draft(nn.Module):
         return attn.o_proj(out.flatten(-2))
 
     def forward(self, target: Qwen3_5ForCausalLM, ids: Tensor, hidden: Tensor) -> list[Tensor]:
-        """ids [B,S], hidden [B,S,H] -> for step i = 1..DRAFT_STEPS the hiddens [B,T,H] whose
-        logits guess x_{t+1+i}. Step i of row t sits at position t+i-1; it sees the true rows
-        up to t and the rows that its own chain made."""
+        """ids [B, S], hidden [B, S, H] -> for each step i from 1 the hiddens [B, T, H].
+
+        Their logits predict x_{t+1+i}. Step i of row t is at position t+i-1, and attends to the
+        true rows up to t and to the rows that the steps before it made.
+        """
         layer = self.layers[0]
         T = ids.shape[1] - DRAFT_STEPS
         embedded = self.pre_fc_norm_embedding(target.model.embed_tokens(ids))
@@ -124,7 +130,7 @@ class Draft(nn.Module):
 
 
 def full_precision(rule):
-    """Autocast would run the delta rule's small matmuls in bfloat16; it belongs in float32."""
+    """The delta rule in float32, where autocast would use bfloat16 for its small products."""
 
     def wrapped(*args, **kwargs):
         with torch.autocast(args[0].device.type, enabled=False):
@@ -134,20 +140,21 @@ def full_precision(rule):
 
 
 def build(device: str) -> tuple[Qwen3_5ForCausalLM, Draft]:
+    """Target and draft with fresh random weights."""
     config = text_config()
     qwen.torch_chunk_gated_delta_rule = full_precision(qwen.torch_chunk_gated_delta_rule)
     target, draft = Qwen3_5ForCausalLM(config).to(device), Draft(config).to(device)
     target.requires_grad_(True)
     for layer in target.model.layers:
         if layer.block_type == "linear_attention":
-            # Heads that forget slowly and fast: time steps from 0.001 to 0.1, as in Mamba.
+            # Time steps from 0.001 to 0.1, as in Mamba: some heads forget slowly, others fast.
             steps = torch.exp(torch.empty(4).uniform_(math.log(1e-3), math.log(0.1)))
             layer.linear_attn.dt_bias.data.copy_(steps + torch.log(-torch.expm1(-steps)))
     return target, draft
 
 
 def load(folder: Path, device: str) -> tuple[Qwen3_5ForCausalLM, Draft]:
-    """The exported weights in float32."""
+    """Target and draft with the weights that `export` wrote, in float32."""
     target, draft = build(device)
     tensors = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
     renamed = {k.replace("model.language_model.", "model."): v for k, v in tensors.items()}
@@ -159,7 +166,7 @@ def load(folder: Path, device: str) -> tuple[Qwen3_5ForCausalLM, Draft]:
 
 
 def export(target: Qwen3_5ForCausalLM, draft: Draft, work: Path, folder: Path) -> None:
-    """Writes the folder in the layout of the published Qwen3.5 checkpoints."""
+    """Write the folder in the layout of the published Qwen3.5 checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name.replace("model.", "model.language_model.", 1): value
@@ -243,10 +250,13 @@ VISION = {"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 32, "num_he
 
 
 def losses(target: Qwen3_5ForCausalLM, draft: Draft, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of the target; per draft step the distance from the target's distribution
-    (KL plus cross-entropy of its first choice); per step how often first choices agree.
-    Rows whose fed tokens are the target's own first choices count four times: greedy decoding
-    visits only such rows."""
+    """Target's cross-entropy; and for each draft step its distance from the target, and agreement.
+
+    The distance is the KL divergence plus the cross-entropy of the target's likeliest token. The
+    agreement is the share of rows in which the likeliest tokens are the same. Rows that were fed
+    the target's own likeliest tokens weigh four times as much, since greedy decoding only visits
+    such rows.
+    """
     T, V = ids.shape[1] - DRAFT_STEPS, target.vocab_size
     hidden = target.model(input_ids=ids, use_cache=False).last_hidden_state
     logits = target.lm_head(hidden).float()
@@ -268,7 +278,7 @@ def losses(target: Qwen3_5ForCausalLM, draft: Draft, ids: Tensor) -> tuple[Tenso
 
 
 def optimizers(target: nn.Module, draft: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the rest."""
+    """Muon for the layers' matrices, AdamW for all other parameters."""
     named = [*target.named_parameters(), *draft.named_parameters()]
     is_matrix = [p.dim() == 2 and min(p.shape) > 8 and "embed" not in name for name, p in named]
     matrices = [p for (_, p), yes in zip(named, is_matrix, strict=True) if yes]
@@ -280,11 +290,12 @@ def optimizers(target: nn.Module, draft: nn.Module, lr: float) -> list[torch.opt
 
 
 def rate(progress: float) -> float:
-    """Warm-up over 2 %, flat to 40 %, then down to zero."""
+    """Factor of the learning rate: up over the first 2 %, 1 up to 40 %, then down to 0."""
     return min(1.0, progress / 0.02, (1.0 - progress) / 0.6)
 
 
 def train(args: argparse.Namespace) -> None:
+    """Train on train.bin; write the folder every minute and at the end, with the loss curve."""
     torch.manual_seed(SEED)
     torch.backends.cuda.matmul.allow_tf32 = False
     device, work = args.device, args.work
@@ -328,10 +339,13 @@ def train(args: argparse.Namespace) -> None:
 
 
 def accepted_drafts(target, draft, ids: Tensor, prompt_len: int) -> list[list[bool]]:
-    """ids [1,S]: a prompt and its greedy continuation. Walks it as the engine would: every draft
-    pass 0 sees true hiddens, the rest of the chain its own, and an iteration keeps the drafts
-    before the first wrong one. A draft after a wrong one never counts, so feeding the chain the
-    true tokens gives the same counts. -> one list of right/wrong per iteration."""
+    """ids [1, S], a prompt and its greedy continuation -> which drafts of each iteration are right.
+
+    The continuation is cut into iterations as the engine would: the first draft pass gets true
+    hiddens, the others those of the pass before, and an iteration keeps the drafts before the
+    first wrong one. Drafts after a wrong one never count, so that the passes may be fed the true
+    tokens in place of the drafts.
+    """
     padded = F.pad(ids, (0, DRAFT_STEPS))
     hidden = target.model(input_ids=padded, use_cache=False).last_hidden_state
     steps = [target.lm_head(h)[0].argmax(dim=-1) for h in draft(target, padded, hidden)]
@@ -346,7 +360,7 @@ def accepted_drafts(target, draft, ids: Tensor, prompt_len: int) -> list[list[bo
 
 @torch.no_grad()
 def evaluate(args: argparse.Namespace) -> None:
-    """Held-out losses and greedy acceptance of the exported weights, in float32."""
+    """Measure held-out losses and the acceptance of greedy drafts, in float32."""
     target, draft = load(args.out, args.device)
     target.eval()
     held_out = np.fromfile(args.work / "held_out.bin", dtype=np.uint16).astype(np.int64)
