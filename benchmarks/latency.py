@@ -421,10 +421,7 @@ def main(
         Path | None, typer.Option(help="Checkpoint folder.  [default: a planted one is made]")
     ] = None,
     size: Annotated[
-        str,
-        typer.Option(
-            help="Size of the planted checkpoint.  [default: 2b on cuda and npu, tiny on cpu]"
-        ),
+        str, typer.Option(help="Size of a planted one.  [default: 2b on cuda and npu, tiny on cpu]")
     ] = "",
     accept: Annotated[float, typer.Option(help="Its share of tokens with a right draft.")] = 0.8425,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,

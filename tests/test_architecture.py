@@ -481,7 +481,7 @@ def test_a_clean_tree_keeps_the_rule(rule: Rule, clean: Path) -> None:
 @pytest.mark.parametrize(("rule", "path", "text"), VIOLATIONS)
 def test_a_violation_turns_the_rule_red(rule: Rule, path: str, text: str, clean: Path) -> None:
     if rule is core_is_small:
-        for number in range(20):
+        for number in range(MAX_CORE_LINES // 400 + 1):
             (clean / f"model/part{number}.py").write_text("x = 1\n" * 400)
     elif path == "model/gone.py":
         (clean / "README.md").write_text(README.replace("  runner.py", "  gone.py\n  runner.py"))
