@@ -4,7 +4,8 @@
     python examples/submit_job.py http://127.0.0.1:8265 prompts.jsonl answers.jsonl
 
 It does the same as `ray job submit --working-dir . -- python -m outrider.actors.job ...`, and its
-exit code is 0 when every line was answered.
+exit code is 0 when every line was answered. Where the cluster asks for a token, this process must
+have RAY_AUTH_MODE=token in its environment (README.md, On a running Ray cluster).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 
@@ -38,5 +40,10 @@ def submit(address: str, source: Path, output: Path) -> bool:
 
 
 if __name__ == "__main__":
-    all_answered = submit(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    try:
+        all_answered = submit(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    except AuthenticationError:
+        sys.exit("this cluster asks for a token: export RAY_AUTH_MODE=token (see README.md)")
+    except ConnectionError as problem:
+        sys.exit(str(problem))
     sys.exit(0 if all_answered else 1)

@@ -19,7 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from outrider.actors.cluster.kinds import RANK_ENV, VISIBLE, free_host_bytes
+from outrider.actors.cluster.address import obstacle, running_address, temp_problem
+from outrider.actors.cluster.kinds import RANK_ENV, VISIBLE, free_host_bytes, visible_devices
 from outrider.actors.cluster.spec import Spec
 from outrider.model.config import ConfigError, load_config
 from outrider.model.folder import local_folder
@@ -58,7 +59,7 @@ def examine(
         lambda: _cann(spec, environ),
         lambda: _cpus(spec),
         lambda: _memory(spec, root),
-        lambda: _ray(spec, environ),
+        lambda: _ray(spec, environ, root),
         lambda: _rank_environment(spec, environ),
         lambda: _checkpoint(spec),
     )
@@ -127,11 +128,12 @@ def _devices(spec: Spec, environ: Mapping[str, str], root: Path) -> Iterator[Che
     if shown is None:
         yield Check("device.visible", "ok", f"{name} is not set: all")
         return
-    numbers = [part.strip() for part in shown.split(",") if part.strip()]
-    whole = all(map(str.isdigit, numbers))
-    rising = kind != "npu" or (whole and numbers == sorted(set(numbers), key=int))
-    fits = rising and len(numbers) >= size
-    advice = "" if fits else f"list at least {size} devices" + ", rising" * (kind == "npu")
+    listed = visible_devices(kind, shown)
+    whole = all(map(str.isdecimal, listed))
+    rising = kind != "npu" or (whole and listed == sorted(set(listed), key=int))
+    fits = rising and len(listed) >= size
+    order = ", rising" if kind == "npu" else ""
+    advice = "" if fits else f"it shows {len(listed)}: list at least {size} devices{order}"
     yield Check("device.visible", "ok" if fits else "error", f"{name}={shown}", advice)
 
 
@@ -185,18 +187,23 @@ def _memory(spec: Spec, root: Path) -> Iterator[Check]:
     yield Check("memory.shm", state, f"/dev/shm has {free >> 20} MiB free", advice)
 
 
-def _ray(spec: Spec, environ: Mapping[str, str]) -> Iterator[Check]:
-    where = spec.ray.address or environ.get("RAY_ADDRESS") or "a private cluster"
-    yield Check("ray.address", "ok", where)
-    private = where in ("a private cluster", "local")
-    niceness = environ.get("RAY_worker_niceness", "0 (ours)" if private else "not known here")
-    advice = (
-        "" if niceness.startswith(("0", "not")) else "set RAY_worker_niceness=0 where Ray starts"
-    )
-    yield Check("ray.niceness", "warning" if advice else "ok", niceness, advice)
+def _ray(spec: Spec, environ: Mapping[str, str], root: Path) -> Iterator[Check]:
+    address = running_address(spec, environ)
+    if address is None:
+        yield Check("ray.address", "ok", "none: a cluster of this machine is started and ended")
+        why = temp_problem(environ, root)
+        yield Check("ray.files", "error" if why else "ok", why or "there is room for Ray's files")
+    else:
+        why = obstacle(address, environ, root)
+        yield Check("ray.address", "error" if why else "ok", f"{address}: {why or 'it answers'}")
+    ours = "0 (ours)" if address is None else "not known here"
+    niceness = environ.get("RAY_worker_niceness", ours)
+    bad = not niceness.startswith(("0", "not"))
+    advice = "set RAY_worker_niceness=0 where Ray starts" if bad else ""
+    yield Check("ray.niceness", "warning" if bad else "ok", niceness, advice)
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
     shown = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-    default = "a random token" if private else "as the cluster was started"
+    default = "a random token" if address is None else "no token is sent"
     yield Check("ray.auth", "ok", shown or default)
 
 

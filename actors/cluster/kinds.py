@@ -9,6 +9,7 @@ Facts of a backend that stand here as well as in parallel/backends/ are compared
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from pathlib import Path
 
 COLLECTIVES = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo"), "npu": ("hccl", "gloo")}
@@ -26,6 +27,18 @@ RANK_ENV = {
 """By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
 NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
 """What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
+
+
+def visible_devices(device: str, text: str) -> list[str]:
+    """The devices that a visible-devices variable names.
+
+    CUDA reads its own up to the first entry that is neither an index nor a UUID: "0,-1,1" shows
+    one device.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if device != "cuda":
+        return [part for part in parts if part]
+    return list(takewhile(lambda part: part.isdecimal() or part[:4] in ("GPU-", "MIG-"), parts))
 
 
 def free_host_bytes() -> int:

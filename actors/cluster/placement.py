@@ -2,9 +2,9 @@
 
     connect_ray(spec) -> Cluster      place(spec) -> placement group: the driver, then rank 0..n-1
 One bundle a rank and one for the driver, all on one machine (STRICT_PACK). What the cluster can
-never offer is an error at once, what it does not offer in time is one with the table of bundles.
-A private cluster (none was there) has as many logical CPUs as the bundles ask for, and ends with
-the engine.
+never offer is an error at once; what it does not offer in time is an error with a table of the
+bundles. A private cluster is started where there is none to join: it has as many logical CPUs as
+the bundles ask for, and ends with the engine.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import secrets
 import shutil
 import socket
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -30,8 +32,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from outrider.actors.cluster.kinds import RANK_ENV, VISIBLE
-from outrider.actors.cluster.spec import Spec
+from outrider.actors.cluster.address import AUTH_PAGE, obstacle, running_address, temp_problem
+from outrider.actors.cluster.kinds import RANK_ENV, VISIBLE, visible_devices
+from outrider.actors.cluster.spec import Spec, config_error
+from outrider.actors.errors import EngineDeadError
 from outrider.model.config import ConfigError
 from outrider.parallel.affinity import allowed_cpus, card_cpus, npu_topology
 
@@ -44,6 +48,9 @@ RAY_ENV = {
     # Silences a notice; actors without devices see all of them, as Ray will do by default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+
+log = logging.getLogger(__name__)
 
 
 class PlacementError(ConfigError):
@@ -69,23 +76,45 @@ class Cluster:
 
 
 def connect_ray(spec: Spec, *, engines: int = 1) -> Cluster:
-    """The cluster this process (or job) is in, that at ray.address, or a private one."""
+    """The cluster that this process is in, the one to join (address.py), or a private one.
+
+    engines: how many a private cluster is to have room for. ConfigError when the cluster cannot be
+    joined, EngineDeadError when Ray does not start.
+    """
     if ray.is_initialized():
         return Cluster(connected=False, session=None)
-    address = spec.ray.address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
-    if address not in (None, "local"):
-        ray.init(
-            address=address,
-            namespace=spec.ray.namespace,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
-        return Cluster(connected=True, session=None)
+    address = running_address(spec, os.environ)
+    if address is not None:
+        return _join(spec, address)
     return start_private(
         num_cpus=engines * int(sum(bundle.get("CPU", 0) for bundle in bundles(spec))),
         namespace=spec.ray.namespace,
         object_store_bytes=spec.ray.object_store_bytes,
     )
+
+
+def _join(spec: Spec, address: str) -> Cluster:
+    """Connect to the running cluster at `address`."""
+    log.info("joining the Ray cluster at %s", address)
+    why = obstacle(address, os.environ)
+    if why is None:
+        try:
+            ray.init(
+                address=address,
+                namespace=spec.ray.namespace,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+            return Cluster(connected=True, session=None)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as problem:
+            mode = os.environ.get("RAY_AUTH_MODE", "not set")
+            why = (
+                f"Ray could not join it: {problem}. RAY_AUTH_MODE is {mode} here, and must be what "
+                f"it is there, with the same token ({AUTH_PAGE})"
+            )
+    if spec.ray.address is not None:
+        raise spec.error("ray.address", why)
+    raise config_error("RAY_ADDRESS", address, "environment", why)
 
 
 def start_private(
@@ -98,7 +127,11 @@ def start_private(
     """A cluster of this machine only; `num_cpus` is Ray's counter and may exceed the cores.
 
     It speaks to holders of a random token only, which this process and its children know.
+    ConfigError when there is no room for its files, EngineDeadError when Ray does not start.
     """
+    log.info("starting Ray on this machine")
+    if (why := temp_problem(os.environ)) is not None:
+        raise ConfigError(why)
     for name, value in RAY_ENV.items():
         os.environ.setdefault(name, value)
     if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}:
@@ -106,16 +139,19 @@ def start_private(
         # has imported it before. It reads the token once, so a process's clusters share it; without
         # one it would write a file that others may read.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    info: Any = ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        resources=resources,
-        namespace=namespace,
-        include_dashboard=False,
-        object_store_memory=object_store_bytes,
-        log_to_driver=False,
-        logging_level=logging.ERROR,  # it warns that tokens are on
-    )
+    try:
+        info: Any = ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            resources=resources,
+            namespace=namespace,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes,
+            log_to_driver=False,
+            logging_level=logging.ERROR,  # it warns that tokens are on
+        )
+    except Exception as problem:  # a node that times out is a bare Exception
+        raise EngineDeadError(f"Ray did not start: {problem}", traceback.format_exc()) from None
     return Cluster(connected=True, session=Path(info.address_info["session_dir"]))
 
 
@@ -199,6 +235,7 @@ def place(spec: Spec, name: str) -> PlacementGroup:
             f"{spec.ray.placement_timeout_s:g} s: others hold what they need.\n{table}\n"
             f"free now: {_amounts(ray.available_resources())}"
         )
+    log.info("starting the driver and %d ranks", spec.parallel.tensor_parallel)
     return group
 
 
@@ -265,15 +302,17 @@ def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping
     mine = ids.get(RESOURCES[device], ())
     if len(mine) != 1:
         raise PlacementError(f"Ray assigned {RESOURCES[device]} ids {list(mine)}, a rank takes one")
-    visible = environ.get(VISIBLE[device], "")
-    if not visible:
+    name = VISIBLE[device]
+    if name not in environ:
+        if not mine[0].isdecimal():
+            raise PlacementError(f"Ray assigned {mine[0]}: no index, and {name} is not set here")
         return int(mine[0])
-    listed = [part.strip() for part in visible.split(",")]
-    whole = all(map(str.isdigit, listed))
+    listed = visible_devices(device, environ[name])
+    whole = all(map(str.isdecimal, listed))
     if device == "npu" and not (whole and listed == sorted(listed, key=int)):
-        raise PlacementError(f"{VISIBLE[device]}={visible}: CANN needs the ids in ascending order")
+        raise PlacementError(f"{name}={environ[name]}: CANN needs the ids in ascending order")
     if mine[0] not in listed:
-        raise PlacementError(f"Ray assigned {mine[0]}, which {VISIBLE[device]}={visible} hides")
+        raise PlacementError(f'Ray assigned {mine[0]}, which {name}="{environ[name]}" hides')
     return listed.index(mine[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from outrider.actors import cli
-from outrider.actors.cluster import doctor
+from outrider.actors.cluster import address, doctor
 from outrider.actors.cluster.doctor import Check, examine, report
 from outrider.actors.cluster.reader import load_spec
 from outrider.parallel import affinity
 
+CUDA = {"device": "cuda"}
 NPU = {"device": "npu", "tensor_parallel": 2}
 
 
@@ -65,6 +67,9 @@ def test_a_machine_that_has_everything_is_runnable(machine: Path, repo: Path) ->
         ({"ASCEND_RT_VISIBLE_DEVICES": "1,0"}, {}, "device.visible", "error", "rising"),
         ({"ASCEND_RT_VISIBLE_DEVICES": "0"}, {}, "device.visible", "error", "at least 2"),
         ({"ASCEND_RT_VISIBLE_DEVICES": "4,11"}, {}, "device.visible", "ok", ""),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, CUDA, "device.visible", "error", "it shows 1"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, CUDA, "device.visible", "ok", ""),
+        ({"CUDA_VISIBLE_DEVICES": ""}, CUDA, "device.visible", "error", "it shows 0"),
         ({"ASCEND_HOME_PATH": "/nowhere"}, {}, "cann", "error", "set_env.sh"),
         ({"ASCEND_LAUNCH_BLOCKING": "1"}, {}, "cann.launch_blocking", "error", "unset it"),
         ({}, {"rank_cpus": ["0-3", "90"]}, "cpus.ranks", "error", "CPUs of this machine"),
@@ -85,6 +90,33 @@ def test_each_lack_has_its_state_and_advice(
 ) -> None:
     check = checks(machine, repo, environ, **keys)[id]
     assert (check.state, says in check.advice) == (state, True), check
+
+
+def test_a_cluster_that_cannot_be_joined_blocks(machine: Path, repo: Path) -> None:
+    """A token that it wants, as it does after any ray.init() of the same user, and a wrong port."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        process = machine / "proc" / "77"
+        process.mkdir(parents=True)
+        (process / "cmdline").write_text(f"/x/gcs_server\0--gcs_server_port={port}\0")
+        (process / "environ").write_text("RAY_AUTH_MODE=token\0")
+        there = {"ray.address": f"127.0.0.1:{port}"}
+        check = checks(machine, repo, **there)["ray.address"]
+        assert check.state == "error"
+        assert "export RAY_AUTH_MODE=token" in check.found
+        mine = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t"}
+        assert checks(machine, repo, mine, **there)["ray.address"].state == "ok"
+    check = checks(machine, repo, mine, **there)["ray.address"]
+    assert check.state == "error"
+    assert "nothing answers" in check.found
+
+
+def test_a_full_disk_for_rays_files_blocks(machine: Path, repo: Path, monkeypatch) -> None:
+    assert checks(machine, repo)["ray.files"].state == "ok"
+    monkeypatch.setattr(address, "TEMP_BYTES", 1 << 62)
+    check = checks(machine, repo)["ray.files"]
+    assert check.state == "error"
+    assert "MiB free" in check.found
 
 
 @pytest.mark.parametrize(
