@@ -1,10 +1,9 @@
-"""The command line: `outrider generate`, `plan`, `doctor`, `serve` and `bench`.
+"""The command `outrider`: generate, plan, doctor, serve, job and bench.
 
     argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
 
-stderr takes the rest: progress, warnings, Ray's own lines, errors. `main` turns every exception
-into one line and an exit code. What is slow to import (torch, Ray) is imported inside a command,
-so that --help answers at once.
+stderr takes the rest (console.py): progress, warnings, errors. What is slow to import (torch, Ray)
+is imported inside a command, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import signal
 import sys
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from outrider.actors import console
 from outrider.actors.options import (
     EXIT_CODES,
-    FAILED,
-    INTERRUPTED,
-    USER_ERROR,
+    AsJson,
     Config,
+    DraftBody,
+    DraftTokens,
+    Model,
     Sets,
+    TensorParallel,
     config_file,
+    overrides,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from outrider.model.step import Sampling
 
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-OURS = "outrider"
 
 app = typer.Typer(
     name="outrider",
@@ -50,44 +48,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Model = Annotated[str | None, typer.Option(help="Hugging Face folder or hub id.")]
-DraftTokens = Annotated[int | None, typer.Option(help="Tokens drafted an iteration, 0 to 16.")]
-DraftBody = Annotated[str | None, typer.Option(help="Home of the draft body: local or sharded.")]
-TensorParallel = Annotated[int | None, typer.Option(help="Ranks: a process and device each.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
-
-
-_INTERRUPTED = threading.Event()
-
-
-def _on_interrupt(number: int, frame: object) -> NoReturn:
-    _INTERRUPTED.set()
-    raise KeyboardInterrupt
-
-
-def _check_interrupt() -> None:
-    """Raise for a Ctrl-C that struck inside a callback, where Python drops exceptions."""
-    if _INTERRUPTED.is_set():
-        raise KeyboardInterrupt
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors are one line on stderr."""
-    _INTERRUPTED.clear()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _on_interrupt)
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        try:
-            args = sys.argv[1:] if argv is None else list(argv)
-            command = typer.main.get_command(app)
-            return (
-                command.main(args or ["--help"], prog_name="outrider", standalone_mode=False) or 0
-            )
-        except (KeyboardInterrupt, typer.Abort):
-            return INTERRUPTED
-        except Exception as error:
-            return _report(error)
+    args = sys.argv[1:] if argv is None else argv
+    return console.run(app, args or ["--help"], "outrider")
 
 
 def _show_version(wanted: bool) -> None:
@@ -137,10 +102,11 @@ def generate(
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts, texts before ids: stream the text, then a line of speculation statistics.
+    """Continue prompts: print their text, then a line of statistics.
 
-    Several prompts run together. With --json: one object per prompt, in their order.
+    One prompt streams. Several run together, texts before ids. With --json: one object a prompt.
     """
+    from outrider.actors.engine import Engine
     from outrider.model.step import Sampling
 
     prompts: list[str | list[int]] = [*(prompt or []), *map(_token_ids, prompt_ids or [])]
@@ -160,9 +126,13 @@ def generate(
     )
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
     config = config_file(config)
-    echoes = [_as_text(one) + "," * isinstance(one, list) if echo else "" for one in prompts]
+    echoes = [_echo(one) if echo else "" for one in prompts]
     inputs = _chat_prompts(config, options, prompts) if chat else prompts
-    with _stdout_kept() as out, _start(config, options) as engine:
+    with (
+        _stdout_kept() as out,
+        console.progress() as on_progress,
+        Engine.from_config(config, options, on_progress=on_progress) as engine,
+    ):
         if as_json:
             for completion in engine.generate(inputs, sampling):
                 print(json.dumps(_as_dict(completion), ensure_ascii=False), file=out)
@@ -186,7 +156,10 @@ def plan(
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the bytes each rank will allocate, from config.json alone: no weights, no Ray."""
+    """Show the bytes each rank will hold, before anything is loaded.
+
+    Reads config.json alone: neither weights nor Ray.
+    """
     from outrider.actors.cluster.reader import load_spec
     from outrider.model.config import ConfigError
     from outrider.model.plan import memory_plan
@@ -230,7 +203,10 @@ def doctor(
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check devices, drivers, packages, CPUs, memory, Ray and checkpoint; exit 1 if one blocks."""
+    """Check this machine for a run; exit 1 if something blocks it.
+
+    Looks at devices, drivers, packages, CPUs, memory, Ray and checkpoint, and changes nothing.
+    """
     from outrider.actors.cluster.doctor import examine, report
     from outrider.actors.cluster.reader import load_spec
 
@@ -251,7 +227,10 @@ def serve(
     tensor_parallel: TensorParallel = None,
     sets: Sets = None,
 ) -> None:
-    """Serve the OpenAI API on Ray Serve until Ctrl-C or SIGTERM; requests under way may finish."""
+    """Serve the OpenAI API until Ctrl-C or SIGTERM.
+
+    Requests under way may finish, for serve.drain_timeout_s. A second Ctrl-C ends them.
+    """
     from outrider.actors.cluster.placement import prefer_haproxy
     from outrider.actors.cluster.reader import load_spec
 
@@ -264,16 +243,30 @@ def serve(
         prefer_haproxy()
     from outrider.actors.serve import run_server
 
-    run_server(config, options, _say)
+    run_server(config, options, console.say)
 
 
 @app.command(add_help_option=False, context_settings=PASS_ON)
 def bench(context: typer.Context) -> None:
-    """Measure an engine: times, acceptance, exactness; `outrider bench --help` has the options."""
+    """Measure an engine: times, acceptance, exactness."""
     from outrider.benchmarks.latency import app as measure
 
-    command = typer.main.get_command(measure)
-    command.main(context.args, prog_name="outrider bench", standalone_mode=False)
+    _pass_on(measure, context)
+
+
+@app.command(name="job", add_help_option=False, context_settings=PASS_ON)
+def answer_file(context: typer.Context) -> None:
+    """Answer a file of prompts, or the rest of it."""
+    from outrider.actors.job import app as job
+
+    _pass_on(job, context)
+
+
+def _pass_on(other: typer.Typer, context: typer.Context) -> None:
+    """Run a command that has its options in a module of its own, which is slow to import."""
+    command = typer.main.get_command(other)
+    code = command.main(context.args, prog_name=context.command_path, standalone_mode=False)
+    raise typer.Exit(code or 0)
 
 
 def _plan_table(report: Mapping[str, Any]) -> str:
@@ -304,31 +297,27 @@ def _plan_table(report: Mapping[str, Any]) -> str:
 def _options(
     sets: Sequence[str] | None,
     model: str | None,
-    draft_tokens: int | None,
+    draft_tokens: str | None,
     draft_body: str | None,
     tensor_parallel: int | None,
 ) -> dict[str, Any]:
-    """Overrides of cluster.yaml under dotted keys; a named option wins over --set."""
-    from outrider.actors.cluster.reader import parse_set
-
+    """Overrides of cluster.yaml from the options that most commands have."""
+    whole = draft_tokens is not None and draft_tokens.removeprefix("-").isdecimal()
     named = {
         "model": model,
-        "speculation.draft_tokens": draft_tokens,
+        "speculation.draft_tokens": int(draft_tokens) if draft_tokens and whole else draft_tokens,
         "speculation.draft_body": draft_body,
         "parallel.tensor_parallel": tensor_parallel,
     }
-    given = {key: value for key, value in named.items() if value is not None}
-    return dict(map(parse_set, sets or [])) | given
+    return overrides(sets, named)
 
 
 def _token_ids(text: str) -> list[int]:
-    try:
-        ids = [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        ids = [-1]
-    if any(token < 0 for token in ids):
+    """ "1,2,3" -> [1, 2, 3]; an empty text is an empty prompt. Raises ValueError."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isascii() and part.isdigit() for part in parts):
         raise ValueError(f'--prompt-ids "{text}": expected token ids like 1,2,3')
-    return ids
+    return [int(part) for part in parts]
 
 
 def _chat_prompts(
@@ -359,12 +348,6 @@ def _stdout_kept() -> Iterator[TextIO]:
         yield out
 
 
-def _start(config: Path | None, options: Mapping[str, Any]) -> Engine:
-    from outrider.actors.engine import Engine
-
-    return Engine.from_config(config, options)
-
-
 def _stream(
     engine: Engine, echo: str, prompt: str | list[int], sampling: Sampling, out: TextIO
 ) -> None:
@@ -372,7 +355,7 @@ def _stream(
     started_s, token_ids, texts, stats = time.perf_counter(), [], [], None
     print(echo, end="", file=out, flush=True)
     for chunk in engine.stream(prompt, sampling):
-        _check_interrupt()
+        console.check_interrupt()
         print(chunk.text, end="", file=out, flush=True)
         texts.append(chunk.text)
         token_ids += chunk.token_ids
@@ -392,7 +375,7 @@ def _print_all(
     """Print the answers of prompts that ran together, each under a heading."""
     started_s = time.perf_counter()
     completions = engine.generate(prompts, sampling)
-    _check_interrupt()
+    console.check_interrupt()
     elapsed_s = time.perf_counter() - started_s
     for number, (echo, one) in enumerate(zip(echoes, completions, strict=True), 1):
         print(f"--- prompt {number} of {len(completions)} ({one.finish_reason})", file=out)
@@ -401,9 +384,14 @@ def _print_all(
     print(_statistics([one.stats for one in completions], tokens, elapsed_s), file=out)
 
 
-def _as_text(prompt: str | Sequence[int]) -> str:
-    """A text as it is, token ids as 1,2,3: what a checkpoint without a tokenizer speaks."""
-    return prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
+def _echo(prompt: str | list[int]) -> str:
+    """What --echo prints before the answer; token ids end in a comma, since more follow."""
+    return prompt if isinstance(prompt, str) else f"{_as_text(prompt)},"
+
+
+def _as_text(token_ids: Sequence[int]) -> str:
+    """Token ids as 1,2,3: how prompts and answers without a tokenizer are written."""
+    return ",".join(map(str, token_ids))
 
 
 def _as_dict(completion: Completion) -> dict[str, Any]:
@@ -443,34 +431,6 @@ def _statistics(stats: Sequence[RequestStats], tokens: int, elapsed_s: float) ->
         f"ttft {ttft_ms:.0f} ms",
     ]
     return "[" + " | ".join(part for part in parts if part) + "]"
-
-
-def _report(error: Exception) -> int:
-    """Print an exception as one line and return its exit code; our own bugs keep their trace."""
-    usage = getattr(error, "format_message", None)  # what typer raises for wrong options
-    if usage is not None:
-        _say(f"error: {usage().rstrip('.')}; see outrider --help")
-        return USER_ERROR
-    if isinstance(error, ValueError):
-        _say(f"error: {error}")
-        return USER_ERROR
-    ours = type(error).__module__.partition(".")[0] == OURS
-    if not ours and not isinstance(error, ConnectionError):  # the latter: no Ray at ray.address
-        traceback.print_exception(error)
-    elif detail := getattr(error, "detail", ""):
-        print(detail.rstrip(), file=sys.stderr)
-    _say(f"error: {type(error).__name__}: {error}")
-    return FAILED
-
-
-def _show_warning(
-    message: Warning | str, category: type[Warning], *_: object, **__: object
-) -> None:
-    _say(f"warning: {message}")
-
-
-def _say(text: str) -> None:
-    print(" ".join(text.split()), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,52 @@
-"""JobRunner inference over a file, for `ray job submit` or alone: JSON lines in, JSON lines out.
+"""A file of prompts answered by one engine, alone or through `ray job submit`.
 
-    ray job submit --working-dir . -- python -m outrider.actors.job --config cluster.yaml \\
-        --input prompts.jsonl --output out.jsonl
-A line is the body of /v1/completions or /v1/chat/completions with an `id`. Each answer is written
-when it is there; a rerun skips the ids that the output already answers and tries failed ones again.
+    outrider job --input prompts.jsonl --output answers.jsonl
+    ray job submit --working-dir . -- python -m outrider.actors.job --input ... --output ...
+An input line is the body of /v1/completions or /v1/chat/completions with an `id`; its answer is
+written as soon as it is there. A rerun skips the ids that the output answers and tries failed ones
+again. Ctrl-C ends the engine at once; what was answered by then is on disk.
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
+import itertools
 import json
+import shutil
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any
 
-from outrider.actors.cluster.reader import parse_set
+import typer
+
+from outrider.actors import console
+from outrider.actors.cluster.reader import load_spec
 from outrider.actors.driver.assembly import limits_of
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.engine import Engine
-from outrider.actors.errors import EngineDeadError, RequestError
+from outrider.actors.errors import RequestError
 from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings, parse
 from outrider.actors.http.responses import usage_of
-from outrider.actors.options import EXIT_CODES, FAILED, INTERRUPTED, USER_ERROR, config_file
+from outrider.actors.options import EXIT_CODES, Config, Model, Sets, config_file, overrides
 from outrider.model.config import ConfigError
 from outrider.model.text import Tokenizer
 
 SOME_REFUSED = 3
 REPORT_S = 5.0
+"""Seconds between two lines on the progress of the file."""
 SERVER_ONLY = {"stream", "stream_options", "n", "echo"}
 """Fields of a body that mean nothing for a line of a file."""
+RECORD_START = '{"id": "'
+"""How every line of our output begins: what a killed run left of its last line begins so too."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,18 @@ class InputLine:
     fields: dict[str, Any]
 
 
+@dataclass
+class Counts:
+    """What became of the lines so far."""
+
+    answered: int = 0
+    refused: int = 0
+    tokens: int = 0
+    """Of all answers."""
+
+
 class JobRunner:
-    """An engine, and how a line becomes an answer."""
+    """Turns one input line into its record of the output, through an engine."""
 
     def __init__(self, engine: Engine, limits: Limits, tokenizer: Tokenizer | None) -> None:
         self._engine, self._limits, self._tokenizer = engine, limits, tokenizer
@@ -54,8 +77,7 @@ class JobRunner:
         """The record of the output; what this one line got wrong is its `error`."""
         try:
             body, prompt = self._read(line)
-            room = self._limits.room_for(len(prompt))
-            (sampling,) = body.samplings(room)
+            (sampling,) = body.samplings(self._limits.room_for(len(prompt)))
             (done,) = self._engine.generate(prompt, sampling, stop=body.stops)
         except (ApiError, RequestError, ConfigError) as problem:
             return {"id": line.id, "error": str(problem)}
@@ -71,6 +93,7 @@ class JobRunner:
         return record | ({"logprobs": done.logprobs} if body.top is not None else {})
 
     def _read(self, line: InputLine) -> tuple[Settings, list[int]]:
+        """The line's settings and the token ids of its prompt."""
         foreign = sorted(SERVER_ONLY & line.fields.keys())
         if foreign:
             raise ApiError(400, f"{foreign[0]}: not for a line of a file")
@@ -94,18 +117,14 @@ class JobRunner:
 
 
 def read_lines(path: Path) -> list[InputLine]:
-    """The input. ConfigError that names the line which is no JSON object with an id of its own."""
+    """The input. ConfigError names the line that is no JSON object with an id of its own."""
     lines: dict[str, InputLine] = {}
-    try:
-        texts = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path}: cannot be read: {problem}") from None
-    for number, text in enumerate(texts, 1):
+    for number, text in enumerate(_read_text(path).split("\n"), 1):
         if not text.strip():
             continue
         try:
             fields = json.loads(text)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ConfigError(f"{path}:{number}: not JSON: {problem}") from None
         if not isinstance(fields, dict) or not isinstance(fields.get("id"), str):
             raise ConfigError(f'{path}:{number}: expected an object with a text under "id"')
@@ -116,109 +135,170 @@ def read_lines(path: Path) -> list[InputLine]:
     return list(lines.values())
 
 
-def answered(path: Path) -> set[str]:
-    """Ids that the output answers. Leaves only those lines in it: no errors, no half line."""
-    if not path.exists():
+def prepare_output(path: Path) -> set[str]:
+    """Make the output ready to be continued; returns the ids that it answers.
+
+    Removed are records of errors, which are tried again, and a last line that a killed run cut off.
+    A file with any other line is no output of a job: ConfigError, and the file stays as it is.
+    """
+    if not path.is_file():
         return set()
     kept: dict[str, str] = {}
-    for text in path.read_text("utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(text)
-        except ValueError:
-            continue  # cut off when an earlier run was killed
+    text = _read_text(path, errors="surrogateescape")
+    *lines, rest = text.split("\n")
+    if not _is_cut_off(rest):
+        lines.append(rest)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = _record(line)
+        if record is None:
+            raise ConfigError(
+                f"{path}:{number}: is no answer of a job, so nothing was written. --output names "
+                "a new file, or the output of an earlier run, which is continued"
+            )
         if "error" not in record:
-            kept[record["id"]] = text
-    beside = path.with_name(path.name + ".part")
-    beside.write_text("".join(text + "\n" for text in kept.values()), "utf-8")
-    beside.replace(path)
+            kept[record["id"]] = line
+    rest = "".join(line + "\n" for line in kept.values())
+    if rest != text:
+        _replace(path.resolve(), rest.encode("utf-8", "surrogateescape"))
     return set(kept)
 
 
+def _read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a file without a byte order mark; its line breaks are left as they are."""
+    try:
+        return path.read_bytes().decode("utf-8-sig", errors)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path}: cannot be read: {problem}") from None
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """The record that a line of the output holds, None where it holds none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        return None
+    return record if any(isinstance(record.get(key), str) for key in ("text", "error")) else None
+
+
+def _is_cut_off(rest: str) -> bool:
+    """Whether what stands after the last line break is nothing, or the beginning of a record."""
+    try:
+        json.loads(rest)
+    except (ValueError, RecursionError):
+        return rest.startswith(RECORD_START) or RECORD_START.startswith(rest)
+    return False
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """New content for a file, all of it or none."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as beside:
+        beside.write(data)
+    shutil.copymode(path, beside.name)
+    Path(beside.name).replace(path)
+
+
 def work_through(
-    lines: Sequence[InputLine], answer: Any, out: TextIO, *, at_once: int, say: Any
-) -> tuple[int, int]:
-    """Answer every line, `at_once` at a time, written as they come -> (answered, refused)."""
-    counts = [0, 0]
-    tokens, started_s, told_s = 0, time.monotonic(), time.monotonic()
-    with ThreadPoolExecutor(at_once) as pool:
-        for done in _as_they_come(pool, lines, answer, at_once):
-            record = done.result()
-            out.write(json.dumps(record, ensure_ascii=False) + "\n")
-            out.flush()
-            counts["error" in record] += 1
-            tokens += record.get("usage", {}).get("completion_tokens", 0)
-            now = time.monotonic()
-            if now - told_s > REPORT_S or sum(counts) == len(lines):
-                told_s = now
-                rate = tokens / max(now - started_s, 1e-9)
-                say(f"{sum(counts)} of {len(lines)} lines, {counts[1]} refused, {rate:.0f} tok/s")
-    return counts[0], counts[1]
+    lines: Sequence[InputLine],
+    answer: Callable[[InputLine], dict[str, Any]],
+    out: FileIO,
+    *,
+    pool: ThreadPoolExecutor,
+    at_once: int,
+) -> Counts:
+    """Answer every line, `at_once` at a time; the thread that answers a line writes its record.
 
+    So a Ctrl-C, which strikes the main thread, can neither lose nor halve a record.
+    """
+    counts, lock = Counts(), threading.Lock()
+    started_s = told_s = time.monotonic()
 
-def _as_they_come(
-    pool: ThreadPoolExecutor, lines: Iterable[InputLine], answer: Any, at_once: int
-) -> Iterator[Future[dict[str, Any]]]:
-    """Never more than at_once under way, so that an end in between loses no more than those."""
-    waiting, running = iter(lines), set()
+    def answer_and_write(line: InputLine) -> None:
+        record = answer(line)
+        text = json.dumps(record, ensure_ascii=False) + "\n"
+        with lock:
+            _write(out, text)
+            counts.answered += "error" not in record
+            counts.refused += "error" in record
+            counts.tokens += record.get("usage", {}).get("completion_tokens", 0)
+
+    waiting, running = iter(lines), set[Future[None]]()
     while True:
-        while len(running) < at_once and (line := next(waiting, None)) is not None:
-            running.add(pool.submit(answer, line))
+        for line in itertools.islice(waiting, at_once - len(running)):
+            running.add(pool.submit(answer_and_write, line))
         if not running:
-            return
+            return counts
         done, running = concurrent.futures.wait(
             running, return_when=concurrent.futures.FIRST_COMPLETED
         )
-        yield from done
+        for one in done:
+            one.result()
+        now, made = time.monotonic(), counts.answered + counts.refused
+        if now - told_s > REPORT_S or made == len(lines):
+            told_s = now
+            rate = counts.tokens / max(now - started_s, 1e-9)
+            console.say(f"{made} of {len(lines)} lines, {counts.refused} refused, {rate:.0f} tok/s")
 
 
-def run(args: argparse.Namespace, say: Any) -> int:
-    lines = read_lines(args.input)
-    before = answered(args.output)
+def _write(out: FileIO, text: str) -> None:
+    """All of the text, or ConfigError. A lone surrogate is written as the \\udXXX of JSON."""
+    data = text.encode("utf-8", "backslashreplace")
+    try:
+        while data:
+            data = data[out.write(data) :]
+    except OSError as problem:
+        raise ConfigError(f"{out.name}: cannot be written: {problem.strerror}") from None
+
+
+def run_job(config: Path | None, keys: dict[str, Any], source: Path, output: Path) -> Counts:
+    """Answer the lines of `source` that `output` does not answer yet."""
+    lines = read_lines(source)
+    before = prepare_output(output)
     todo = [line for line in lines if line.id not in before]
-    say(f"{len(lines)} lines, {len(lines) - len(todo)} answered before")
+    console.say(f"{len(lines)} lines, {len(lines) - len(todo)} answered before")
     if not todo:
-        return 0
-    overrides = dict(map(parse_set, args.sets))
-    with Engine.from_config(config_file(args.config), overrides) as engine:
+        return Counts()
+    limits = load_spec(config, keys).limits
+    at_once = limits.max_slots + min(limits.max_slots, limits.max_queue)
+    try:
+        out = output.open("ab", buffering=0)
+    except OSError as problem:
+        raise ConfigError(f"{output}: cannot be written: {problem.strerror}") from None
+    # Closed in reverse: the engine ends its requests, then their threads end, then the file closes.
+    with (
+        out,
+        ThreadPoolExecutor(at_once) as pool,
+        console.progress() as on_progress,
+        Engine.from_config(config, keys, on_progress=on_progress) as engine,
+    ):
         model_dir, model = engine.spec.open_model(check_weights=False)
         tokenizer = Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None
-        batch = JobRunner(engine, limits_of(engine.spec, model, engine.run), tokenizer)
-        at_once = 2 * engine.run.max_slots
-        with args.output.open("a", encoding="utf-8") as out:
-            _, refused = work_through(todo, batch.answer, out, at_once=at_once, say=say)
-    return SOME_REFUSED if refused else 0
+        runner = JobRunner(engine, limits_of(engine.spec, model, engine.run), tokenizer)
+        return work_through(todo, runner.answer, out, pool=pool, at_once=at_once)
+
+
+@app.command(
+    epilog=f"{EXIT_CODES[:-1]}; {SOME_REFUSED} some lines were refused, the others answered."
+)
+def job(
+    source: Annotated[Path, typer.Option("--input", help="JSON lines, each with an id.")],
+    output: Annotated[Path, typer.Option(help="Answers; continued if it is there.")],
+    config: Config = None,
+    model: Model = None,
+    sets: Sets = None,
+) -> None:
+    """Answer a file of prompts: each line is the body of a completion or a chat, with an id."""
+    counts = run_job(config_file(config), overrides(sets, {"model": model}), source, output)
+    if counts.refused:
+        raise typer.Exit(SOME_REFUSED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m outrider.actors.job",
-        description="Answer a file of prompts.",
-        epilog=f"{EXIT_CODES[:-1]}; {SOME_REFUSED} some lines were refused, the others answered.",
-    )
-    parser.add_argument(
-        "--config", type=Path, help="configuration [./cluster.yaml if there is one]"
-    )
-    parser.add_argument("--input", type=Path, required=True, help="JSON lines, each with an id")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="answers; continued if it exists"
-    )
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY.SUB=VALUE")
-
-    def say(text: str) -> None:
-        sys.stderr.write(" ".join(text.split()) + "\n")
-        sys.stderr.flush()
-
-    try:
-        return run(parser.parse_args(argv), say)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except EngineDeadError as error:
-        say(f"error: {error}")
-        return FAILED
-    except ValueError as error:
-        say(f"error: {error}")
-        return USER_ERROR
+    return console.run(app, argv, "python -m outrider.actors.job")
 
 
 if __name__ == "__main__":

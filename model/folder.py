@@ -13,11 +13,12 @@ from pathlib import Path
 from outrider.model.config import ConfigError
 
 
-def resolve_model(name_or_dir: str) -> Path:
+def resolve_model(name_or_dir: str, *, with_weights: bool = True) -> Path:
     """The folder of a model: a local folder, or a hub id's in huggingface_hub's cache.
 
-    A hub id that is not in the cache is downloaded. Raises ConfigError when there is no such
-    folder, when a file is given, and when the hub cannot be reached.
+    What of a hub id is not in the cache is downloaded, the weights only if they are wanted. Raises
+    ConfigError when there is no such folder, when a file is given, and when the hub cannot be
+    reached.
     """
     folder = local_folder(name_or_dir)
     if folder is not None:
@@ -25,7 +26,7 @@ def resolve_model(name_or_dir: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+    patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if with_weights else [])]
     try:
         return Path(snapshot_download(name_or_dir, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:

@@ -42,7 +42,7 @@ ENVIRONMENT_HOMES = {
 }
 CLUSTER_FILE_READER = "actors/cluster/reader.py"
 BROAD_EXCEPTS = {
-    "actors/cli.py::main": "outermost frame: one line on stderr and an exit code for any error",
+    "actors/console.py::run": "outermost frame: one line on stderr and an exit code for any error",
     "actors/driver/scheduler.py::_accept": "a fault in one request's text is that request's",
     "actors/driver/server.py::_answer": "outermost frame of a call: its caller waits",
     "tests/ranks.py::body": "a thread hands its exception to the test, which raises it",

@@ -155,10 +155,18 @@ def _number_as_text(value: object) -> object:
 
 
 def _suggestion(key: str) -> str:
+    """What was probably meant by an unknown key, or which keys its section has."""
+    section, _, name = key.rpartition(".")
     known = list(_keys())
-    last = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    last = [k for k in known if k.rpartition(".")[2] == name]
     close = last or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(known)}"
+    if close:
+        return f"; did you mean {close[0]}?"
+    if section in SECTIONS:
+        names = [k.rpartition(".")[2] for k in known if k.startswith(f"{section}.")]
+        return f"; section {section} has {', '.join(names)}"
+    top = [k for k in known if "." not in k]
+    return f"; there are {', '.join(top)} and the sections {', '.join(SECTIONS)}"
 
 
 def _rule(hint: object) -> str:

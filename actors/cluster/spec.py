@@ -252,7 +252,7 @@ class Spec:
         """
         from outrider.model import weights
 
-        model_dir = resolve_model(self.model)
+        model_dir = resolve_model(self.model, with_weights=check_weights)
         stated = load_config(model_dir)
         model = weights.settle_head(stated, model_dir)
         if model != stated:

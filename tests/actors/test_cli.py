@@ -6,26 +6,23 @@ Without Ray, a scripted engine stands in for the real one; tests marked ray star
 from __future__ import annotations
 
 import json
-import os
+import logging
+import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from outrider.actors import cli
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
 from outrider.actors.errors import EngineDeadError
-from outrider.benchmarks import planted
 from outrider.model.config import ConfigError
 from outrider.model.step import Sampling
-from tests.actors.conftest import hold_ray
 
 STATS = RequestStats(
     iterations=10, drafted=30, accepted=12, accepted_per_position=[8, 3, 1], ttft_s=0.025
@@ -46,7 +43,12 @@ class ScriptedEngine:
         type(self).made = self
 
     @classmethod
-    def from_config(cls, path: object, overrides: dict[str, Any]) -> ScriptedEngine:
+    def from_config(
+        cls, path: object, overrides: dict[str, Any], *, on_progress: Callable[[int, int], None]
+    ) -> ScriptedEngine:
+        logging.getLogger("outrider.made_up").info("starting %d ranks", 2)
+        on_progress(0, 0)
+        on_progress(3 << 30, 6 << 30)
         return cls(path, overrides)
 
     def __enter__(self) -> ScriptedEngine:
@@ -108,6 +110,14 @@ def test_help_names_the_exit_codes_and_imports_nothing_slow(repo: Path) -> None:
     assert "Exit codes: 0 done; 1" in done.stdout
 
 
+def test_help_shows_every_summary_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert {"generate", "plan", "doctor", "serve", "bench", "job"} <= set(out.split())
+    assert "..." not in out.partition("Commands:")[2]
+    assert "Continue prompts: print their text, then a line of statistics." in out
+
+
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("outrider")
@@ -124,7 +134,7 @@ def test_one_prompt_streams_its_text_and_then_a_line_of_statistics(
         "[drafted 30 | accepted 12 (40 %) | by position 80/30/10 % | 2.20 tokens/iteration | "
     )
     assert line.endswith(" tok/s | ttft 25 ms]")
-    assert err == "a line that Ray might print\n"
+    assert re.fullmatch(r"\d\.\d s: starting 2 ranks\na line that Ray might print\n", err)
     assert engine.made.asked == [("x", Sampling(max_tokens=7, seed=3))]
     assert engine.made.closed
 
@@ -184,6 +194,8 @@ def test_json_is_one_object_a_prompt_and_nothing_else(
 def test_options_become_overrides_and_win_over_set(engine: type[ScriptedEngine]) -> None:
     options = ["--model", "m", "--draft-tokens", "5", "--draft-body", "sharded"]
     options += ["--tensor-parallel", "4", "--set", "limits.max_slots=2", "--set", "model=other"]
+    assert cli.main(["generate", "--prompt", "x", "--draft-tokens", "auto"]) == 0
+    assert engine.made.overrides == {"speculation.draft_tokens": "auto"}
     assert cli.main(["generate", "--prompt", "x", *options]) == 0
     assert engine.made.overrides == {
         "model": "m",
@@ -225,7 +237,7 @@ def test_a_failure_closes_the_engine_and_is_one_line(
     assert cli.main(["generate", "--prompt", "x"]) == code
     assert engine.made.closed
     err = capsys.readouterr().err
-    assert err.splitlines()[1:] == [line] * bool(line)
+    assert err.splitlines()[2:] == [line] * bool(line)
 
 
 def test_a_failure_of_our_own_making_keeps_its_trace(
@@ -252,11 +264,14 @@ def test_a_failure_of_our_own_making_keeps_its_trace(
         ("generate --prompt x --seed -1", "sampling.seed = -1"),
         ("generate --prompt x --max-tokens many", "--max-tokens"),
         ("generate --prompt x --set limits", "expected KEY.SUBKEY=VALUE"),
-        ("generate --frobnicate", "No such option: --frobnicate"),
+        ("generate --frobnicate", "No such option: --frobnicate; see outrider generate --help"),
+        ("job --input x", "Missing option '--output'; see outrider job --help"),
         ("frobnicate", "No such command 'frobnicate'"),
         ("plan --config nope.yaml", "nope.yaml: cannot be read"),
         ("plan --model nope", "model = 'nope'"),
         ("plan --draft-tokens -1", "speculation.draft_tokens = -1: must be an integer, at least 0"),
+        ("plan --draft-tokens 17", "speculation.draft_tokens = 17: must be an integer"),
+        ("plan --draft-tokens fast", "speculation.draft_tokens = 'fast': must be an integer"),
         ("plan --draft-body whole", '\'whole\': must be "local" or "sharded"'),
         ("plan --set speculation.draft_token=1", "did you mean speculation.draft_tokens?"),
         ("plan --set parallel.rank_cpus=[4000,4001]", "this process may use"),
@@ -331,163 +346,3 @@ def test_the_memory_of_a_device_must_be_told(
 ) -> None:
     assert cli.main(["plan", "--model", str(planted_tiny), "--set", "device=cuda"]) == 2
     assert "--memory-gib" in capsys.readouterr().err
-
-
-def copied(planted_tiny: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(planted_tiny, folder / "model"))
-
-
-CHAIN = planted.chain(1024, 0.8425, 0)
-
-
-def expected(start: int, num_tokens: int) -> planted.Expected:
-    return planted.expected_counts(CHAIN, start, num_tokens, draft_tokens=3)
-
-
-def ends_with_a_full_iteration(start: int, num_tokens: int) -> bool:
-    """The last K+1 tokens come from one iteration, so that no draft of it reaches past the end."""
-    counts = expected(start, num_tokens)
-    whole = 1 + counts.iterations + counts.accepted == num_tokens
-    return whole and expected(start, num_tokens - 3).iterations == counts.iterations
-
-
-@pytest.mark.ray
-def test_two_ranks_print_the_chain_as_json(repo: Path, planted_tiny: Path) -> None:
-    length = next(n for n in range(20, 60) if ends_with_a_full_iteration(17, n))
-    args = ["--model", str(planted_tiny), "--prompt-ids", "17", "--prompt-ids", "5,3,900"]
-    args += ["--max-tokens", str(length), "--ignore-eos", "--json", "--draft-tokens", "3"]
-    done = run(repo, "generate", *args)
-    assert done.returncode == 0, done.stderr
-    first, second = map(json.loads, done.stdout.splitlines())
-    assert first["prompt_ids"] == [17]
-    assert first["token_ids"] == expected(17, length).tokens
-    assert second["token_ids"] == expected(900, length).tokens
-    assert first["finish_reason"] == second["finish_reason"] == "length"
-    counts = expected(17, length)
-    assert first["stats"]["iterations"] == counts.iterations
-    assert first["stats"]["drafted"] == counts.drafted
-    assert first["stats"]["accepted"] == counts.accepted > 0
-    assert first["stats"]["accepted_per_position"] == counts.accepted_per_position
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--prompt-ids", "1", "--tensor-parallel", "3"], "cannot be split over 3 ranks"),
-        (["--prompt-ids", "1", "--model", "/nope"], "no such folder"),
-        (["--prompt-ids", "1", "--draft-tokens", "-1"], "speculation.draft_tokens = -1"),
-        (["--prompt-ids", "1", "--set", "parallel.rank_cpus=[4000,4001]"], "may use"),
-        (["--prompt-ids", "1", "--set", "limits.max_slot=1"], "did you mean limits.max_slots?"),
-        (["--prompt-ids", "1,2,3,4", "--set", "limits.max_model_len=4"], "limits.max_model_len"),
-        (["--prompt-ids", "99999"], "99999"),
-        (["--prompt", "text"], "tokenizer"),
-    ],
-)
-def test_what_the_engine_refuses_is_one_line_and_exit_2(
-    repo: Path, planted_tiny: Path, options: list[str], said: str
-) -> None:
-    done = run(repo, "generate", "--model", str(planted_tiny), *options)
-    assert_refused(done, said)
-
-
-@pytest.mark.ray
-def test_a_truncated_checkpoint_is_one_line_and_exit_2(
-    repo: Path, planted_tiny: Path, tmp_path: Path
-) -> None:
-    model = copied(planted_tiny, tmp_path)
-    file = model / "model.safetensors"
-    os.truncate(file, file.stat().st_size // 2)
-    assert_refused(run(repo, "generate", "--model", str(model), "--prompt-ids", "1"), str(file))
-
-
-@pytest.mark.ray
-def test_a_wrong_vocabulary_is_one_line_and_exit_2(
-    repo: Path, planted_tiny: Path, tmp_path: Path
-) -> None:
-    model = copied(planted_tiny, tmp_path)
-    config = model / "config.json"
-    config.write_text(config.read_text().replace('"vocab_size": 1024', '"vocab_size": 2048'))
-    assert_refused(run(repo, "generate", "--model", str(model), "--prompt-ids", "1"), "2048")
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], said: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.ray
-def test_ctrl_c_ends_with_130_and_leaves_no_process(repo: Path, planted_tiny: Path) -> None:
-    psutil = pytest.importorskip("psutil")
-    args = ["--model", str(planted_tiny), "--prompt-ids", "17", "--echo", "--ignore-eos"]
-    command = [
-        sys.executable,
-        "-m",
-        "outrider.actors.cli",
-        "generate",
-        *args,
-        "--max-tokens",
-        "4000",
-    ]
-    with subprocess.Popen(command, cwd=repo, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.read(2) == b"17"  # the engine is up
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-    assert children
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
-
-
-class OneGpu:
-    """Ray that counts one GPU on a machine without any."""
-
-    def __init__(self) -> None:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=1,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            log_to_driver=False,
-        )
-
-    def close(self) -> None:
-        ray.shutdown()
-
-
-CUDA = ["generate", "--prompt-ids", "1", "--set", "device=cuda", "--model"]
-
-
-@pytest.mark.ray
-def test_too_few_gpus_are_counted_before_anything_loads(
-    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hold_ray("gpu", OneGpu)
-    assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "2"]) == cli.USER_ERROR
-    assert "needs GPU: 2, the cluster has GPU: 1" in capsys.readouterr().err
-
-
-@pytest.mark.ray
-def test_no_gpu_is_an_error_of_the_configuration(
-    planted_tiny: Path, cluster: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*CUDA, str(planted_tiny)]) == cli.USER_ERROR
-    assert "needs GPU: 2, the cluster has GPU: 0" in capsys.readouterr().err
-
-
-@pytest.mark.ray
-@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
-def test_a_gpu_that_torch_cannot_use_is_an_error_before_weights_load(
-    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ray gives the rank a GPU; claiming it fails, and the rank says why."""
-    hold_ray("gpu", OneGpu)
-    assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "1"]) == cli.USER_ERROR
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: rank 0: device: cuda: ")
-    assert error.endswith("Set device: cpu in cluster.yaml.")

@@ -1,0 +1,185 @@
+"""The command line with real engines: what it prints, its exit codes, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from outrider.actors import cli
+from outrider.actors.options import USER_ERROR
+from outrider.benchmarks import planted
+from tests.actors.conftest import hold_ray
+
+
+def run(repo: Path, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "outrider.actors.cli", *args]
+    return subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def copied(planted_tiny: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(planted_tiny, folder / "model"))
+
+
+CHAIN = planted.chain(1024, 0.8425, 0)
+
+
+def expected(start: int, num_tokens: int) -> planted.Expected:
+    return planted.expected_counts(CHAIN, start, num_tokens, draft_tokens=3)
+
+
+def ends_with_a_full_iteration(start: int, num_tokens: int) -> bool:
+    """The last K+1 tokens come from one iteration, so that no draft of it reaches past the end."""
+    counts = expected(start, num_tokens)
+    whole = 1 + counts.iterations + counts.accepted == num_tokens
+    return whole and expected(start, num_tokens - 3).iterations == counts.iterations
+
+
+@pytest.mark.ray
+def test_two_ranks_print_the_chain_as_json(repo: Path, planted_tiny: Path) -> None:
+    length = next(n for n in range(20, 60) if ends_with_a_full_iteration(17, n))
+    args = ["--model", str(planted_tiny), "--prompt-ids", "17", "--prompt-ids", "5,3,900"]
+    args += ["--max-tokens", str(length), "--ignore-eos", "--json", "--draft-tokens", "3"]
+    done = run(repo, "generate", *args)
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["prompt_ids"] == [17]
+    assert first["token_ids"] == expected(17, length).tokens
+    assert second["token_ids"] == expected(900, length).tokens
+    assert first["finish_reason"] == second["finish_reason"] == "length"
+    counts = expected(17, length)
+    assert first["stats"]["iterations"] == counts.iterations
+    assert first["stats"]["drafted"] == counts.drafted
+    assert first["stats"]["accepted"] == counts.accepted > 0
+    assert first["stats"]["accepted_per_position"] == counts.accepted_per_position
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt-ids", "1", "--tensor-parallel", "3"], "cannot be split over 3 ranks"),
+        (["--prompt-ids", "1", "--model", "/nope"], "no such folder"),
+        (["--prompt-ids", "1", "--draft-tokens", "-1"], "speculation.draft_tokens = -1"),
+        (["--prompt-ids", "1", "--set", "parallel.rank_cpus=[4000,4001]"], "may use"),
+        (["--prompt-ids", "1", "--set", "limits.max_slot=1"], "did you mean limits.max_slots?"),
+        (["--prompt-ids", "1,2,3,4", "--set", "limits.max_model_len=4"], "limits.max_model_len"),
+        (["--prompt-ids", "99999"], "99999"),
+        (["--prompt", "text"], "tokenizer"),
+    ],
+)
+def test_what_the_engine_refuses_is_one_line_and_exit_2(
+    repo: Path, planted_tiny: Path, options: list[str], said: str
+) -> None:
+    done = run(repo, "generate", "--model", str(planted_tiny), *options)
+    assert_refused(done, said)
+
+
+@pytest.mark.ray
+def test_a_truncated_checkpoint_is_one_line_and_exit_2(
+    repo: Path, planted_tiny: Path, tmp_path: Path
+) -> None:
+    model = copied(planted_tiny, tmp_path)
+    file = model / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    assert_refused(run(repo, "generate", "--model", str(model), "--prompt-ids", "1"), str(file))
+
+
+@pytest.mark.ray
+def test_a_wrong_vocabulary_is_one_line_and_exit_2(
+    repo: Path, planted_tiny: Path, tmp_path: Path
+) -> None:
+    model = copied(planted_tiny, tmp_path)
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 1024', '"vocab_size": 2048'))
+    assert_refused(run(repo, "generate", "--model", str(model), "--prompt-ids", "1"), "2048")
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], said: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.ray
+def test_ctrl_c_ends_with_130_and_leaves_no_process(repo: Path, planted_tiny: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    args = ["--model", str(planted_tiny), "--prompt-ids", "17", "--echo", "--ignore-eos"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.actors.cli",
+        "generate",
+        *args,
+        "--max-tokens",
+        "4000",
+    ]
+    with subprocess.Popen(command, cwd=repo, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(2) == b"17"  # the engine is up
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+class OneGpu:
+    """Ray that counts one GPU on a machine without any."""
+
+    def __init__(self) -> None:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=1,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+        )
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+CUDA = ["generate", "--prompt-ids", "1", "--set", "device=cuda", "--model"]
+
+
+@pytest.mark.ray
+def test_too_few_gpus_are_counted_before_anything_loads(
+    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold_ray("gpu", OneGpu)
+    assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "2"]) == USER_ERROR
+    assert "needs GPU: 2, the cluster has GPU: 1" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_no_gpu_is_an_error_of_the_configuration(
+    planted_tiny: Path, cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*CUDA, str(planted_tiny)]) == USER_ERROR
+    assert "needs GPU: 2, the cluster has GPU: 0" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
+def test_a_gpu_that_torch_cannot_use_is_an_error_before_weights_load(
+    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray gives the rank a GPU; claiming it fails, and the rank says why."""
+    hold_ray("gpu", OneGpu)
+    assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "1"]) == USER_ERROR
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: rank 0: device: cuda: ")
+    assert error.endswith("Set device: cpu in cluster.yaml.")
