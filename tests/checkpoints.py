@@ -1,9 +1,10 @@
 """Tiny random Qwen3.5 checkpoints for tests, written as real files, and the model behind them.
 
-    write(folder, seed, ...) -> config.json + safetensors, nested or flat, one file or several
+    config() -> random_weights(text) or varied_weights(text) -> write(folder, text, weights)
 
 Every weight is random, norms too, so a wrong sign or order shows. Sizes are odd on purpose: fewer
-key heads than value heads, dk != dv, a rotary part of the head.
+key heads than value heads, dk != dv, a rotary part of the head. Tests that generate text take
+varied_weights: a tied random model repeats its last token, whatever else is wrong.
 """
 
 from __future__ import annotations
@@ -113,6 +114,24 @@ def random_weights(text: dict, seed: int = 0) -> dict[str, Tensor]:
             add("mtp.embed_tokens.weight", v, h, std=0.5)
             if not text["tie_word_embeddings"]:
                 add("mtp.lm_head.weight", v, h, std=0.1)
+    return weights
+
+
+def varied_weights(text: dict, seed: int = 11) -> dict[str, Tensor]:
+    """Random weights of an untied model whose answers show what a test looks for.
+
+    Greedy answers hold many distinct tokens and depend on the whole prompt through the delta-net
+    states. The draft sees the token's own embedding plainly, so that about one draft in six is
+    right; which ones depends on its keys and values. test_speculation.py asserts all this.
+    """
+    assert not text["tie_word_embeddings"], "a tied random model repeats one token"
+    weights = random_weights(text, seed)
+    weights["model.embed_tokens.weight"] *= 2.0
+    for name in weights:
+        if name.endswith("mlp.down_proj.weight"):
+            weights[name] *= 0.5
+    whole = torch.eye(text["hidden_size"])
+    weights["mtp.fc.weight"] = torch.cat((whole, 0.3 * whole), 1)
     return weights
 
 

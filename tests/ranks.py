@@ -153,6 +153,24 @@ class Team:
         return outputs[0]
 
 
+def record_drafts(runner: Runner) -> dict[tuple[int, int], list[int]]:
+    """From now on: (request, rows that its caches held) -> the drafts that it was offered."""
+    drafter, offered = runner.executor.drafter, {}
+    assert drafter is not None
+    propose = drafter.propose
+
+    def recording(batch: DecodeBatch, at: GatheredSlots, run: RunPiece) -> Tensor:
+        drafts = propose(batch, at, run)
+        lengths = at.length.tolist()
+        for slot, length, row in zip(batch.slots.tolist(), lengths, drafts.tolist()):
+            if slot in runner.slots:
+                offered[runner.slots[slot].join.request, length] = row
+        return drafts
+
+    drafter.propose = recording  # type: ignore[method-assign]
+    return offered
+
+
 class ForcedDrafter:
     """Proposes the known continuation of each prompt, wrong wherever `right` says so.
 

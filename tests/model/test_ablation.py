@@ -18,8 +18,8 @@ from outrider.parallel.device import Device
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone
 from outrider.parallel.vocab import LMHead
-from tests import checkpoints
 from tests.graphs import record
+from tests.model.conftest import Checkpoint
 from tests.ranks import Output, Team, serve
 
 NUM_NEW = 20
@@ -35,12 +35,9 @@ PROMPTS = [[(7 * i + n) % 159 for i in range(n)] for n in (9, 33, 2)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights: every layer matters, and hardly a draft is right."""
-    text = checkpoints.config()
-    return checkpoints.write(
-        tmp_path_factory.mktemp("random"), text, checkpoints.random_weights(text)
-    )
+def folder(varied: Checkpoint) -> Path:
+    """Every layer matters, and now and then a draft is right."""
+    return varied.folder
 
 
 def answers(folder: Path, old: Ablation, size: int = 2, sampled: bool = False) -> list[Output]:
@@ -52,7 +49,10 @@ def answers(folder: Path, old: Ablation, size: int = 2, sampled: bool = False) -
 
 @pytest.fixture(scope="module")
 def new(folder: Path) -> list[Output]:
-    return answers(folder, Ablation())
+    outs = answers(folder, Ablation())
+    assert all(len(set(out.tokens)) >= NUM_NEW // 2 for out in outs)
+    assert len({kept for out in outs for kept in out.kept}) >= 3
+    return outs
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:

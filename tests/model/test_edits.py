@@ -7,7 +7,6 @@ off asserts that drafts were made, and that the edits really changed the text.
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from outrider.model.edits import LogitEdits, log_probs
 from outrider.model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone
-from tests import checkpoints
 from tests.graphs import record
+from tests.model.conftest import Checkpoint
 from tests.ranks import Output, Team, serve
 
 NUM_NEW, EOS = 16, 159
@@ -37,10 +36,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def teams(tmp_path_factory) -> dict[int, Team]:
-    text = checkpoints.config()
-    weights = checkpoints.random_weights(text, seed=11)
-    folder = checkpoints.write(tmp_path_factory.mktemp("edits"), text, weights)
+def teams(varied: Checkpoint) -> dict[int, Team]:
+    folder = varied.folder
     return {
         0: Team(folder, draft_tokens=0),
         3: Team(folder, draft_tokens=3, tensor_parallel=2),
@@ -49,7 +46,7 @@ def teams(tmp_path_factory) -> dict[int, Team]:
 
 
 def how(case: str, **changes: object) -> Sampling:
-    keys: dict = {"max_tokens": NUM_NEW, "seed": 5, **CASES[case], **changes}
+    keys: dict = {"max_tokens": NUM_NEW, "seed": 6, **CASES[case], **changes}
     return Sampling(**keys)
 
 
@@ -67,7 +64,7 @@ def test_on_equals_off_alone_and_in_a_batch(
     sampling = how(case, temperature=temperature)
     off = [teams[0].generate([(prompt, sampling)])[0] for prompt in PROMPTS]
     plain = teams[0].generate(
-        [(p, Sampling(max_tokens=NUM_NEW, seed=5, temperature=temperature)) for p in PROMPTS]
+        [(p, Sampling(max_tokens=NUM_NEW, seed=6, temperature=temperature)) for p in PROMPTS]
     )
     assert [o.tokens for o in off] != [o.tokens for o in plain], "the edits changed nothing"
     others = [(PROMPTS[1], Sampling(max_tokens=30)), (PROMPTS[0], how("repetition", seed=9))]
@@ -77,14 +74,12 @@ def test_on_equals_off_alone_and_in_a_batch(
         same(out, alone_off)
 
 
-def test_the_oracle_edits_the_same(teams: dict[int, Team]) -> None:
+def test_the_oracle_edits_the_same(teams: dict[int, Team], varied: Checkpoint) -> None:
     """Each token is the argmax of logits edited by hand from all the text before it."""
     team = teams[3]
     sampling = how("all", max_tokens=12, min_tokens=10)
     (out,) = team.generate([(PROMPTS[0], sampling)])
-    model = checkpoints.transformers_model(
-        text := checkpoints.config(), checkpoints.random_weights(text, seed=11)
-    )
+    model = varied.oracle()
     for index in range(len(out.tokens)):
         emitted = out.tokens[:index]
         with torch.inference_mode():
@@ -133,13 +128,12 @@ def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit() -> None
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_log_probabilities_are_the_models_own_with_and_without_drafts(
-    teams: dict[int, Team], temperature: float
+    teams: dict[int, Team], varied: Checkpoint, temperature: float
 ) -> None:
     """Of the unedited distribution, for every token, also when others in the batch want none."""
     sampling = how("presence", logprobs=3, temperature=temperature)
     off = [teams[0].generate([(prompt, sampling)])[0] for prompt in PROMPTS]
-    text = checkpoints.config()
-    model = checkpoints.transformers_model(text, checkpoints.random_weights(text, seed=11))
+    model = varied.oracle()
     with torch.inference_mode():
         ids = torch.tensor([PROMPTS[0] + off[0].tokens])
         logs = model(ids).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
@@ -166,11 +160,9 @@ def test_log_probabilities_are_the_models_own_with_and_without_drafts(
     assert outs[4].logprobs == outs[5].logprobs == []
 
 
-def test_captured_iterations_pick_the_same(teams: dict[int, Team], tmp_path: Path) -> None:
+def test_captured_iterations_pick_the_same(teams: dict[int, Team], varied: Checkpoint) -> None:
     """Greedy, drawn, edited and reported slots side by side, each shape of batch captured once."""
-    text = checkpoints.config()
-    folder = checkpoints.write(tmp_path, text, checkpoints.random_weights(text, seed=11))
-    team = Team(folder, draft_tokens=3)
+    team = Team(varied.folder, draft_tokens=3)
     (runner,) = team.runners
     captured = record(runner)
     requests = [

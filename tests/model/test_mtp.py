@@ -28,7 +28,9 @@ def case(tmp_path_factory):
     return text, weights, folder, ids, captured["raw"], captured["normed"], model
 
 
-def reference(text, weights, model, hidden, tokens, *, positions=None, swapped=False):
+def reference(
+    text, weights, model, hidden, tokens, *, positions=None, swapped=False, table="model"
+):
     """m [T, H] by transformers' decoder layer and norms (reference: Qwen3.5 MTP, vLLM's wiring)."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
@@ -40,7 +42,7 @@ def reference(text, weights, model, hidden, tokens, *, positions=None, swapped=F
     layer = Qwen3_5DecoderLayer(model.config, text["layer_types"].index("full_attention"))
     prefix = "mtp.layers.0."
     layer.load_state_dict({n[len(prefix) :]: t for n, t in weights.items() if n.startswith(prefix)})
-    e = norm("pre_fc_norm_embedding")(weights["model.embed_tokens.weight"][tokens])
+    e = norm("pre_fc_norm_embedding")(weights[f"{table}.embed_tokens.weight"][tokens])
     n = norm("pre_fc_norm_hidden")(hidden)
     y = torch.cat((n, e) if swapped else (e, n), -1) @ weights["mtp.fc.weight"].t()
     at = torch.arange(len(tokens)) if positions is None else positions
@@ -52,6 +54,8 @@ def reference(text, weights, model, hidden, tokens, *, positions=None, swapped=F
 
 
 def ours(folder, hidden, tokens, chunks, **changes):
+    """m [T, H] of every token, and the token [T] that the draft's head makes of each."""
+
     def work(runner):
         it = runner.executor
         with torch.inference_mode():
@@ -71,10 +75,12 @@ def ours(folder, hidden, tokens, chunks, **changes):
                 part = slice(start, start + count)
                 outs.append(it.drafter.draft(hidden[None, part], tokens[None, part], rows)[0])
                 start += count
-            return torch.cat(outs)
+            m = torch.cat(outs)
+            return m, it.drafter.head.greedy(m)
 
     results = Team(folder, prefill_chunk=64, **changes).each(work)
-    assert all(torch.equal(r, results[0]) for r in results)
+    assert all(torch.equal(r[0], results[0][0]) for r in results)
+    assert all(torch.equal(r[1], results[0][1]) for r in results)
     return results[0]
 
 
@@ -83,7 +89,7 @@ def test_draft_equals_reference_in_one_pass_and_in_rows(case) -> None:
     text, weights, folder, ids, _, normed, model = case
     want = reference(text, weights, model, normed, ids[1:])
     for chunks in ([NUM_TOKENS], [30, *[1] * 30], [5] * 12):
-        error = (ours(folder, normed, ids[1:], chunks) - want).abs().max()
+        error = (ours(folder, normed, ids[1:], chunks)[0] - want).abs().max()
         assert error < 1e-6 * want.abs().max()
 
 
@@ -92,7 +98,7 @@ def test_draft_equals_reference_in_one_pass_and_in_rows(case) -> None:
 def test_both_homes_of_the_body_compute_the_same(case, draft_body: str) -> None:
     text, weights, folder, ids, _, normed, model = case
     want = reference(text, weights, model, normed, ids[1:])
-    got = ours(folder, normed, ids[1:], [NUM_TOKENS], tensor_parallel=2, draft_body=draft_body)
+    got, _ = ours(folder, normed, ids[1:], [NUM_TOKENS], tensor_parallel=2, draft_body=draft_body)
     assert (got - want).abs().max() < 1e-6 * want.abs().max()
 
 
@@ -110,7 +116,7 @@ def test_a_shift_of_all_positions_changes_nothing(case) -> None:
 def test_wrong_wirings_are_far_off(case) -> None:
     """What other engines got wrong: pre-norm hidden, hidden before embedding, mixed positions."""
     text, weights, folder, ids, raw, normed, model = case
-    got = ours(folder, normed, ids[1:], [NUM_TOKENS])
+    got, _ = ours(folder, normed, ids[1:], [NUM_TOKENS])
     right = (got - reference(text, weights, model, normed, ids[1:])).abs().max()
     mixed = torch.arange(NUM_TOKENS) + (torch.arange(NUM_TOKENS) >= 30)
     wrong = {
@@ -123,3 +129,25 @@ def test_wrong_wirings_are_far_off(case) -> None:
         error = (got - m).abs().max()
         assert error > 10 * right, f"{name}: {error:.1e} against {right:.1e}"
         assert error > 1e-3, f"{name}: {error:.1e}"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_draft_with_tables_of_its_own_uses_them(case, tmp_path, tied, tensor_parallel) -> None:
+    """The same target; the draft looks tokens up in, and scores them by, other rows."""
+    text, weights, _, ids, _, normed, model = case
+    own = checkpoints.config(tie_word_embeddings=tied, mtp_use_dedicated_embeddings=True)
+    weights = weights | {
+        name: tensor
+        for name, tensor in checkpoints.random_weights(own, seed=6).items()
+        if name in ("mtp.embed_tokens.weight", "mtp.lm_head.weight")
+    }
+    head = weights["mtp.embed_tokens.weight" if tied else "mtp.lm_head.weight"]
+    if tied:
+        del weights["lm_head.weight"]
+    folder = checkpoints.write(tmp_path, own, weights)
+    m, drafts = ours(folder, normed, ids[1:], [NUM_TOKENS], tensor_parallel=tensor_parallel)
+    want = reference(text, weights, model, normed, ids[1:], table="mtp")
+    assert (m - want).abs().max() < 1e-6 * want.abs().max()
+    assert drafts.tolist() == (want @ head.t()).argmax(-1).tolist()

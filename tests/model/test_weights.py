@@ -219,17 +219,6 @@ def test_norms_and_decay_rates_stay_float32_in_a_bfloat16_run(tmp_path: Path) ->
     assert len(kept) == 3 * (2 + 2) + (2 + 2) + 1 + 3 + (2 + 2)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_with_its_own_draft_embedding_uses_it(tmp_path: Path, tied: bool) -> None:
-    folder = folder_with(tmp_path, tie_word_embeddings=tied, mtp_use_dedicated_embeddings=True)
-    check(folder)
-    it = Team(folder, tensor_parallel=2).runners[1].executor
-    draft = it.drafter.draft.embed_tokens
-    assert draft.data_ptr() != it.target.embed_tokens.data_ptr()
-    assert it.drafter.head.weight.data_ptr() != it.head.weight.data_ptr()
-    assert it.drafter.head.weight.shape == it.head.weight.shape == (80, 64)
-
-
 def test_tied_bytes_are_stored_once(tmp_path: Path) -> None:
     it = Team(folder_with(tmp_path), tensor_parallel=2).runners[1].executor
     table = it.target.embed_tokens
