@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from outrider.model.blocks import Params
-from outrider.model.cache import KvPages, Rows
+from outrider.model.cache import KvPages
 from outrider.model.config import ModelConfig
 from outrider.parallel.device import Device
 from outrider.parallel.linear import ColumnLinear, RowLinear
+from outrider.parallel.operands import PartialSum, Rows
 
 
 class Attention:
@@ -40,32 +41,21 @@ class Attention:
         self.k_pages, self.v_pages = pages.k[index], pages.v[index]
         self.ops = device.ops
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        """x [B, R, H] -> [B, R, H]; writes the rows' keys and values."""
+    def __call__(self, x: Tensor, rows: Rows) -> PartialSum:
+        """x [B, R, H] -> this rank's part of [B, R, H]; writes the rows' keys and values."""
         n, m, d = self.n, self.m, self.d
         qk, v, gate = self.in_proj(x).split_with_sizes(self.widths, -1)
         q = self._write(qk.unflatten(-1, (n + m, d)), v.unflatten(-1, (m, d)), self.scale, rows)
-        out = self.ops.paged_attention(
-            q,
-            self.k_pages,
-            self.v_pages,
-            rows.block_table,
-            rows.positions,
-            rows.lengths,
-            gate,
-            rows.reach,
-        )
-        return self.o_proj(out)
+        return self.o_proj(self.ops.paged_attention(q, self.k_pages, self.v_pages, rows, gate))
 
-    def write(self, x: Tensor, rows: Rows) -> None:
-        """x [B, R, H]: the rows' keys and values alone."""
+    def write_kv(self, x: Tensor, rows: Rows) -> None:
+        """x [B, R, H]: only write the rows' keys and values."""
         m, d = self.m, self.d
         kv = self.ops.linear(x, self.kv_weight).unflatten(-1, (2 * m, d))
         k, v = kv.split_with_sizes((m, m), -2)
         self._write(k, v, self.k_scale, rows)
 
     def _write(self, qk: Tensor, v: Tensor, scale: Tensor, rows: Rows) -> Tensor:
+        """-> q [B, R, n, d], normed and rotated."""
         pages = self.k_pages, self.v_pages
-        return self.ops.qk_norm_rope_write(
-            qk, v, scale, rows.cos, rows.sin, self.eps, *pages, rows.kv_index
-        )
+        return self.ops.qk_norm_rope_write(qk, v, scale, self.eps, *pages, rows)

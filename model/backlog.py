@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.parallel.device import GatheredSlots
+from outrider.parallel.operands import GatheredSlots
 
 ROWS = 128
 """A slot's take this many times H numbers; most answers end before so many wait."""

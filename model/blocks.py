@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from outrider.model.cache import Rows
 from outrider.model.config import AttentionConfig
 from outrider.parallel.device import Device
 from outrider.parallel.linear import RowLinear
+from outrider.parallel.operands import PartialSum, Rows
 
 Params = Mapping[str, Tensor]
 """Tensors of this rank by name, relative to the module that takes them."""
@@ -32,27 +32,26 @@ class RmsNorm:
     """Zero-centred RMSNorm: y = x / rms(x) * (1 + weight); weight float32, used as 1 + weight."""
 
     def __init__(self, weight: Tensor, eps: float, device: Device) -> None:
-        self.scale, self.eps = weight + 1.0, eps
-        self.ops, self.group = device.ops, device.tp
+        self.scale, self.eps, self.ops = weight + 1.0, eps, device.ops
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.scale, self.eps)
 
-    def after(self, part: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (norm of the stream, the stream: x + the sum of every rank's part)."""
-        return self.ops.sum_add_rms_norm(part, x, self.scale, self.eps, self.group)
+    def after(self, part: PartialSum, x: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (norm of the residual stream, the stream: x + the sum of every rank's part)."""
+        return self.ops.sum_add_rms_norm(part, x, self.scale, self.eps)
 
 
 class Mlp:
     """down(silu(gate(x)) * up(x)); gate and up are one matrix [2i, H]."""
 
     def __init__(self, params: Params, device: Device) -> None:
-        merged = torch.cat((params["gate_proj.weight"], params["up_proj.weight"]))
-        self.gate_up = merged
+        self.gate_up = torch.cat((params["gate_proj.weight"], params["up_proj.weight"]))
         self.down_proj = RowLinear(params["down_proj.weight"], device)
         self.ops = device.ops
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> PartialSum:
+        """x [B, R, H] -> this rank's part of [B, R, H]."""
         return self.down_proj(self.ops.linear_swiglu(x, self.gate_up))
 
 
@@ -62,7 +61,7 @@ class Block:
     def __init__(
         self,
         params: Params,
-        mixer: Callable[[Tensor, Rows], Tensor],
+        mixer: Callable[[Tensor, Rows], PartialSum],
         eps: float,
         device: Device,
     ) -> None:
@@ -73,10 +72,12 @@ class Block:
         )
         self.mlp = Mlp(under(params, "mlp."), device)
 
-    def __call__(self, normed: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """x [B, R, H] and its input norm -> this rank's part of the next delta, and x.
+    def __call__(self, normed: Tensor, x: Tensor, rows: Rows) -> tuple[PartialSum, Tensor]:
+        """The residual stream x [B, R, H] and its input norm -> this rank's part of what the MLP
+        adds to the stream, and the stream before that.
 
-        The sum over ranks is left to the norm that reads it, which a backend does in one operation.
+        The sum over the ranks is left to the norm that reads it: a backend does both in one
+        operation.
         """
         normed, x = self.post_attention_layernorm.after(self.mixer(normed, rows), x)
         return self.mlp(normed), x

@@ -10,8 +10,6 @@ Shapes: S slots + 1 | B batch | R rows, X most rows a pass leaves | P pages | ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -19,35 +17,6 @@ from outrider.model.config import ModelConfig, RunConfig
 from outrider.parallel.device import Device
 
 NULL_PAGE = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of one forward pass: R for each of B slots, the first `counts` of them real."""
-
-    slots: Tensor
-    """[B] int64"""
-    positions: Tensor
-    """[B, R] int64"""
-    lengths: Tensor
-    """[B] int64: valid keys once this pass has written its own"""
-    block_table: Tensor
-    """[B, N] int64"""
-    kv_index: Tensor
-    """[B, R] int64: page * page_tokens + offset; 0, in the null page, for padding rows"""
-    counts: Tensor
-    """[B] int64: as given, without `more` (SlotTensors.rows); a prompt has none"""
-    cos: Tensor
-    sin: Tensor
-    """[B, R, 1, rotary] float32"""
-    waiting: int = 0
-    """Most factor rows that any of the slots has waiting to be folded."""
-    prefill: bool = False
-    """True: every real row is kept, so states advance at once and no factors wait."""
-    reach: list[int] | None = None
-    """[B] positions[:, -1] + 1, where the device wants it on the host."""
-    fold: Tensor | None = None
-    """[B] int64: rows of the last pass to fold; a verify pass needs it"""
 
 
 class KvPages:

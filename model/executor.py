@@ -24,7 +24,8 @@ from outrider.model.plan import storages
 from outrider.model.qwen3_5 import Qwen35
 from outrider.model.slots import SlotTensors
 from outrider.model.weights import head_share
-from outrider.parallel.device import Device, GatheredSlots
+from outrider.parallel.device import Device
+from outrider.parallel.operands import GatheredSlots
 from outrider.parallel.vocab import Fp8Head, LMHead
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from outrider.model.blocks import Params
-from outrider.model.cache import GdnStates, Rows
+from outrider.model.cache import GdnStates
 from outrider.model.config import ModelConfig
-from outrider.parallel.device import Device, GdnLayer
+from outrider.parallel.device import Device
 from outrider.parallel.linear import ColumnLinear, RowLinear
+from outrider.parallel.operands import GdnLayer, PartialSum, Rows
 
 
 class GatedDeltaNet:
@@ -47,13 +48,12 @@ class GatedDeltaNet:
         )
         self.ops = device.ops
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        """x [B, R, H] -> [B, R, H]."""
+    def __call__(self, x: Tensor, rows: Rows) -> PartialSum:
+        """x [B, R, H] -> this rank's part of [B, R, H]; advances the slots' states."""
         proj = self.in_proj(x)
         if rows.prefill:
             y = self.ops.gdn_prefill(proj, self.layer, rows.slots, rows.counts)
-            return self.out_proj(y)
-        assert rows.fold is not None, "a verify pass needs rows.fold"
-        return self.out_proj(
-            self.ops.gdn_verify(proj, self.layer, rows.slots, rows.fold, rows.waiting)
-        )
+        else:
+            assert rows.fold is not None, "a verify pass says how many rows to fold"
+            y = self.ops.gdn_verify(proj, self.layer, rows.slots, rows.fold, rows.max_fold)
+        return self.out_proj(y)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from outrider.model.attention import Attention
 from outrider.model.blocks import Block, Params, RmsNorm, under
-from outrider.model.cache import KvPages, Rows
+from outrider.model.cache import KvPages
 from outrider.model.config import ModelConfig
 from outrider.parallel.device import Device
+from outrider.parallel.operands import Rows
 
 
 class MtpDraft:
@@ -49,7 +50,7 @@ class MtpDraft:
 
         They follow from the pair alone, since the layer is the only one.
         """
-        self.attention.write(self.layer.input_layernorm(self._input(hidden, tokens)), rows)
+        self.attention.write_kv(self.layer.input_layernorm(self._input(hidden, tokens)), rows)
 
     def _input(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         e, n = self.pre_fc_norm_embedding, self.pre_fc_norm_hidden

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from outrider.model.attention import Attention
 from outrider.model.blocks import Block, Params, RmsNorm, under
-from outrider.model.cache import GdnStates, KvPages, Rows
+from outrider.model.cache import GdnStates, KvPages
 from outrider.model.config import ModelConfig
 from outrider.model.gdn import GatedDeltaNet
 from outrider.parallel.device import Device
+from outrider.parallel.operands import Rows
 
 
 class Qwen35:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from outrider.model.backlog import Backlog
 from outrider.model.blocks import RotaryTable
-from outrider.model.cache import NULL_PAGE, Rows
+from outrider.model.cache import NULL_PAGE
 from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.edits import LogitEdits, SamplingFeatures, log_probs
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.sample import draw, uniform
 from outrider.model.step import Join
-from outrider.parallel.device import Device, SlotMemory
+from outrider.parallel.device import Device
+from outrider.parallel.operands import Rows, SlotMemory
 
 
 class SlotTensors:
@@ -101,7 +102,7 @@ class SlotTensors:
         says how many rows of the last one to fold [B], and how many there may be (waiting).
         """
         cos, sin, page_tokens = self.rotary.cos, self.rotary.sin, self.run.page_tokens
-        positions, index, cos, sin, lengths = self.device.ops.place_rows(
+        positions, index, cos, sin, lengths = self.device.ops.locate_rows(
             first, counts, table, cos, sin, num_rows, page_tokens, shift, more
         )
         return Rows(
@@ -114,9 +115,9 @@ class SlotTensors:
             cos=cos,
             sin=sin,
             fold=fold,
-            waiting=waiting,
+            max_fold=waiting,
             prefill=prefill,
-            reach=reach,
+            host_lengths=reach,
         )
 
     def pick(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.parallel.device import Device
+from outrider.parallel.operands import PartialSum
 
 
 class ColumnLinear:
@@ -21,14 +22,16 @@ class ColumnLinear:
         self.weight, self.ops = weight, device.ops
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [.., in] -> [.., out share]."""
         return self.ops.linear(x, self.weight)
 
 
 class RowLinear:
-    """weight [out, in share]; -> this rank's part of the sum over `device.tp`."""
+    """weight [out, in share]; the ranks of `device.tp` sum the results."""
 
     def __init__(self, weight: Tensor, device: Device) -> None:
         self.weight, self.ops, self.group = weight, device.ops, device.tp
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> PartialSum:
+        """x [.., in share] -> this rank's part of [.., out]."""
         return self.ops.linear_part(x, self.weight, self.group)

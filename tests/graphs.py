@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from outrider.model.runner import Runner
-from outrider.parallel.device import Capabilities, GatheredSlots
+from outrider.parallel.device import Capabilities
 from outrider.parallel.graph import Graphs
+from outrider.parallel.operands import GatheredSlots
 
 
 def record(runner: Runner) -> Callable[[], list[Hashable]]:

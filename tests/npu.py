@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 from outrider.parallel.backends.npu import CAPABILITIES, NpuOps
 from outrider.parallel.device import Device
 from outrider.parallel.group import Group
+from outrider.parallel.operands import Rows
 
 POISON = float("nan")
 HOST_SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
@@ -348,9 +349,11 @@ class FakeRuntime:
 class ComparedOps(NpuOps):
     """NpuOps whose host lists are compared with the device's positions, in replays too."""
 
-    def paged_attention(self, *arguments: Any) -> Tensor:
-        self._npu.positions = arguments[4]
-        return super().paged_attention(*arguments)
+    def paged_attention(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, gate: Tensor
+    ) -> Tensor:
+        self._npu.positions = rows.positions
+        return super().paged_attention(q, k_pages, v_pages, rows, gate)
 
 
 class RecordedGroup(Group):

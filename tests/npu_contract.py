@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import outrider.parallel.backends.npu as backend
 from outrider.parallel.backends import hccl
-from outrider.parallel.backends.cpu import CpuOps
-from outrider.parallel.device import GdnLayer
+from outrider.parallel.operands import GdnLayer, Rows
+from outrider.parallel.ops import Ops
 from tests.npu import FakeOps, FakeRuntime
+from tests.parallel.cases import attending_rows
 
 BF16 = torch.bfloat16
 NPU = torch_npu.npu
@@ -80,9 +81,9 @@ def check_operations(module: Any) -> None:
     checked = CheckedOps()
     for dtype in (torch.float32, BF16):
         ops = module.NpuOps(META, checked, NPU, module.FUSED_ATTENTION)
-        for name, arguments, more in _calls(dtype):
-            got = getattr(ops, name)(*arguments, *more)
-            want = getattr(CpuOps(), name)(*arguments)
+        for name, arguments in _calls(dtype):
+            got = getattr(ops, name)(*arguments)
+            want = getattr(Ops(), name)(*arguments)
             assert _shapes(got) == _shapes(want), (name, dtype, _shapes(got), _shapes(want))
     faked = {name for name in vars(FakeOps) if name.startswith("npu_")}
     assert checked.called == faked, f"never called: {faked - checked.called}"
@@ -93,30 +94,33 @@ def _shapes(result: Any) -> list[tuple[torch.Size, torch.dtype]]:
     return [(t.shape, t.dtype) for t in results]
 
 
-def _calls(dtype: torch.dtype) -> Iterator[tuple[str, tuple, tuple]]:
-    """Name, arguments, and those that only a device with host lengths gets."""
+def _calls(dtype: torch.dtype) -> Iterator[tuple[str, tuple]]:
+    """Name and arguments of calls of the operations that the backend replaces or is part of."""
 
     def full(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
     f32, i64 = torch.float32, torch.int64
     x, scale = full(2, 3, 64), full(64, dtype=f32)
-    yield "rms_norm", (x, scale, 1e-6), ()
-    yield "add_rms_norm", (x, x, scale, 1e-6), ()
-    yield "gated_rms_norm", (x, x, scale, 1e-6, "silu"), ()
-    yield "swiglu", (x,), ()
-    yield "linear_swiglu", (x, full(96, 64)), ()
-    pages, index = full(5, 128, 2, 256), full(2, 3, dtype=i64)
-    turn = full(2, 3, 1, 64, dtype=f32)
+    yield "rms_norm", (x, scale, 1e-6)
+    yield "add_rms_norm", (x, x, scale, 1e-6)
+    yield "gated_rms_norm", (x, x, scale, 1e-6, "silu")
+    yield "swiglu", (x,)
+    yield "linear_swiglu", (x, full(96, 64))
+    pages, index, slots = full(5, 128, 2, 256), full(2, 3, dtype=i64), full(2, dtype=i64)
+    turn, layer = full(2, 3, 1, 64, dtype=f32), _gdn_layer(full)
+    rows = Rows(
+        slots=slots, positions=index, lengths=slots, block_table=full(2, 4, dtype=i64),
+        kv_index=index, counts=slots, cos=turn, sin=turn, host_lengths=[9, 200],
+    )  # fmt: skip
     qk, v, scales = full(2, 3, 10, 256), full(2, 3, 2, 256), full(10, 256, dtype=f32)
-    yield "qk_norm_rope_write", (qk, v, scales, turn, turn, 1e-6, pages, pages, index), ()
-    q, gate, table = full(2, 3, 8, 256), full(2, 3, 8 * 256), full(2, 4, dtype=i64)
-    yield "paged_attention", (q, pages, pages, table, index, full(2, dtype=i64), gate), ([9, 200],)
-    slots, layer = full(2, dtype=i64), _gdn_layer(full)
-    yield "gdn_prefill", (full(2, 9, sum(layer.widths)), layer, slots, slots), ()
-    yield "gdn_verify", (full(2, 4, sum(layer.widths)), layer, slots, slots, 4), ()
-    yield "top_pair", (full(6, 100), 7), ()
-    yield "choose_pair", (full(2, 6, 2, dtype=torch.int32),), ()
+    yield "qk_norm_rope_write", (qk, v, scales, 1e-6, pages, pages, rows)
+    q, gate = full(2, 3, 8, 256), full(2, 3, 8 * 256)
+    yield "paged_attention", (q, pages, pages, rows, gate)
+    yield "gdn_prefill", (full(2, 9, sum(layer.widths)), layer, slots, slots)
+    yield "gdn_verify", (full(2, 4, sum(layer.widths)), layer, slots, slots, 4)
+    yield "top_pair", (full(6, 100), 7)
+    yield "choose_pair", (full(2, 6, 2, dtype=torch.int32),)
 
 
 def _gdn_layer(full: Callable[..., torch.Tensor]) -> GdnLayer:
@@ -152,11 +156,11 @@ def check_captures(module: Any) -> None:
     runtime = BoundRuntime()
     ops = module.NpuOps(torch.device("cpu"), FakeOps(runtime), runtime, frozenset({torch.float32}))
     q, pages = torch.zeros(1, 2, 4, 32), torch.zeros(2, 128, 2, 32)
-    at, reach = torch.tensor([[3, 4]]), [5]
+    at, table = torch.tensor([[3, 4]]), torch.ones(1, 1, dtype=torch.int64)
+    rows = attending_rows(table, at, at, [5])
 
     def work() -> torch.Tensor:
-        table, gate = torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 2, 128)
-        return ops.paged_attention(q, pages, pages, table, at, at, gate, reach)
+        return ops.paged_attention(q, pages, pages, rows, torch.zeros(1, 2, 128))
 
     replay, _, pool = ops.capture(work, None)
     replay()
@@ -224,9 +228,10 @@ def check_task_groups() -> None:
     q, pages = (torch.empty(s, dtype=BF16, device=META) for s in ((2, 4, 8, 256), (5, 128, 2, 256)))
     table, gate = torch.empty(2, 3, dtype=torch.int64, device=META), q.flatten(2)
     lists = [[4, 9], [5, 10]]
+    layers = [attending_rows(table, table, table, ends) for ends in lists]
 
     def work() -> list[torch.Tensor]:
-        return [ops.paged_attention(q, pages, pages, table, table, table, gate, x) for x in lists]
+        return [ops.paged_attention(q, pages, pages, rows, gate) for rows in layers]
 
     with runtime.installed():
         replay, out, _ = ops.capture(work, None)

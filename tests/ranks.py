@@ -20,9 +20,9 @@ from outrider.model.executor import DecodeBatch, PromptChunk, RunPiece
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.runner import Runner
 from outrider.model.step import Join, Progress, Sampling
-from outrider.parallel.device import GatheredSlots
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone, threads
+from outrider.parallel.operands import GatheredSlots
 
 
 @dataclass

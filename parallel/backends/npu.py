@@ -1,6 +1,6 @@
 """Ascend NPUs: torch_npu's fused operations where they keep the definition, else plain torch.
 
-    open_npu(index, group) -> Device; NpuOps overrides CpuOps, which stays the definition
+    open_npu(index, group) -> Device; NpuOps overrides Ops, which stays the definition
 
 Fused attention takes its lengths as host lists. A capture remembers the list each attention call
 was given; a replay first writes the lists' present values into the graph (NPUGraph.update), so
@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from outrider.parallel.backends.cpu import CpuOps
-from outrider.parallel.device import Capabilities, Device, DeviceError, GdnLayer
+from outrider.parallel.device import Capabilities, Device, DeviceError
 from outrider.parallel.group import Group
+from outrider.parallel.operands import GdnLayer, Rows
+from outrider.parallel.ops import Ops
 
 CAPABILITIES = Capabilities(graphs=True, host_lengths=True, max_rows=16, page_multiple=128)
 """run_ahead 0: the host lists of an iteration follow from the results of the one before."""
@@ -37,8 +38,8 @@ NO_RESOURCES = "207008"
 """CANN's error number when streams or events run out."""
 
 
-class NpuOps(CpuOps):
-    """The NPU backend; see parallel.device.Ops for shapes and meaning."""
+class NpuOps(Ops):
+    """Ops of one NPU. A method is explained where it differs from the one that it replaces."""
 
     def __init__(
         self,
@@ -91,14 +92,12 @@ class NpuOps(CpuOps):
         qk: Tensor,
         v: Tensor,
         scale: Tensor,
-        cos: Tensor,
-        sin: Tensor,
         eps: float,
         k_pages: Tensor,
         v_pages: Tensor,
-        index: Tensor,
+        rows: Rows,
     ) -> Tensor:
-        num_kv, width = v.shape[2], cos.shape[-1]
+        num_kv, width = v.shape[2], rows.cos.shape[-1]
         num_q = qk.shape[2] - num_kv
         if scale not in self._by_head:  # q's heads share a row of it, and k's another
             self._by_head[scale] = (scale[0], scale[num_q])
@@ -108,7 +107,8 @@ class NpuOps(CpuOps):
             normed.insert(0, self.rms_norm(qk[:, :, :num_q], q_scale, eps))
         qk = torch.cat(normed, 2)
         turned = qk[..., :width].float().contiguous()
-        turned = self._npu.npu_rotary_mul(turned, cos, sin, rotary_mode="half").to(qk.dtype)
+        turned = self._npu.npu_rotary_mul(turned, rows.cos, rows.sin, rotary_mode="half")
+        turned = turned.to(qk.dtype)
         qk = torch.cat((turned, qk[..., width:]), -1)
         q, k = qk.split_with_sizes((num_q, num_kv), 2)
         self._npu.npu_scatter_pa_kv_cache(
@@ -116,40 +116,31 @@ class NpuOps(CpuOps):
             v.flatten(0, 1).contiguous(),
             k_pages,
             v_pages,
-            index.flatten(),
+            rows.kv_index.flatten(),
             cache_mode="Norm",
         )
         return q
 
     def paged_attention(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        block_table: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        gate: Tensor,
-        reach: list[int] | None = None,
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, gate: Tensor
     ) -> Tensor:
         """Padding rows see stale keys of their own slot, and nobody reads what they yield."""
         if q.dtype not in self._fused:
-            return super().paged_attention(
-                q, k_pages, v_pages, block_table, positions, lengths, gate
-            )
-        assert reach is not None, "fused attention wants its lengths on the host (Rows.reach)"
+            return super().paged_attention(q, k_pages, v_pages, rows, gate)
+        lengths, table = rows.host_lengths, rows.block_table
+        assert lengths is not None, "fused attention takes its lengths on the host"
         if self.captured is not None:
-            self.captured.append(reach)
-        if self._table is None or self._table[0] is not block_table:  # one for all layers
-            self._table = (block_table, block_table.to(torch.int32))
-        num_slots, rows, num_heads, d = q.shape
+            self.captured.append(lengths)
+        if self._table is None or self._table[0] is not table:  # one for all layers
+            self._table = (table, table.to(torch.int32))
+        num_slots, num_rows, num_heads, d = q.shape
         out, _ = self._npu.npu_fused_infer_attention_score(
             q.flatten(0, 1).contiguous(),
             k_pages.flatten(2),
             v_pages.flatten(2),
             atten_mask=self._mask,
-            actual_seq_lengths=[rows * (b + 1) for b in range(num_slots)],
-            actual_seq_lengths_kv=list(reach),
+            actual_seq_lengths=[num_rows * (b + 1) for b in range(num_slots)],
+            actual_seq_lengths_kv=list(lengths),
             block_table=self._table[1],
             num_heads=num_heads,
             scale=d**-0.5,
@@ -158,7 +149,7 @@ class NpuOps(CpuOps):
             sparse_mode=CAUSAL_TO_THE_END,
             block_size=k_pages.shape[1],
         )
-        return out.view(num_slots, rows, -1) * torch.sigmoid(gate)
+        return out.view(num_slots, num_rows, -1) * torch.sigmoid(gate)
 
     def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
         """In torch_npu's chunks where the checkpoint's state may be bfloat16, else as defined."""

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.operands import Rows
 
 MIN_CHUNK, MAX_CHUNK = 64, 1024
 """Keys of a part: few when there are few tiles, so that one slot still fills the device."""
@@ -65,53 +66,47 @@ def split_work(slots: int, rows: int, heads: int, kv_heads: int, context: int) -
 
 
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    lengths: Tensor,
-    gate: Tensor | None = None,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, gate: Tensor
 ) -> Tensor:
     """As Ops.paged_attention, for any R; a row that sees no key is zero.
 
-    q [B, R, n, d], any strides but the last's; pages [P, page, m, d] with page a power of two;
-    block_table [B, N]; positions [B, R]; lengths [B]; gate [B, R, n * d], a view of a wider row:
-    the result times its sigmoid, or as it is without one. -> [B, R, n * d].
+    q [B, R, n, d] with any strides but the last, which is 1; pages [P, page, m, d] with `page` a
+    power of two; gate [B, R, n * d], a view of wider rows. -> [B, R, n * d].
     """
-    slots, rows, heads, d = q.shape
+    slots, num_rows, heads, d = q.shape
+    block_table, positions, lengths = rows.block_table, rows.positions, rows.lengths
     page, kv_heads = k_pages.shape[1:3]
     _check(q, k_pages, v_pages)
-    out = torch.empty(slots, rows, heads * d, dtype=q.dtype, device=q.device)
+    out = torch.empty(slots, num_rows, heads * d, dtype=q.dtype, device=q.device)
     if not q.numel():
         return out
-    cut = split_work(slots, rows, heads, kv_heads, block_table.shape[1] * page)
+    cut = split_work(slots, num_rows, heads, kv_heads, block_table.shape[1] * page)
     whole = cut.parts == 1
     partial, stats = out, out
     if not whole:
-        shape = (slots * rows * heads, cut.parts)
+        shape = (slots * num_rows * heads, cut.parts)
         partial = torch.empty(*shape, d, dtype=torch.float32, device=q.device)
         stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
-    gated, gate_rows = gate is not None, (out if gate is None else gate).flatten(0, 1)
+    gate_rows = gate.flatten(0, 1)
     wide = q.element_size() > 2
     keys = min(cut.keys, 32) if wide else cut.keys
     _attend_kernel[(cut.parts, cut.tiles, slots * kv_heads)](
         q, k_pages, v_pages, block_table, positions, lengths, gate_rows, out, partial, stats,
         q.stride(0), q.stride(1), q.stride(2), *k_pages.stride()[:3], *v_pages.stride()[:3],
-        block_table.stride(0), positions.stride(0), gate_rows.stride(0), rows, cut.chunk,
+        block_table.stride(0), positions.stride(0), gate_rows.stride(0), num_rows, cut.chunk,
         block_table.shape[1] * page, d**-0.5 * 1.4426950408889634,
         HEADS=heads, KV=kv_heads, D=d, PAGE=page, TILE=cut.tile,
-        KEYS=keys, ONE=keys == cut.chunk, WHOLE=whole, GATED=gated, WIDEN=not q.is_cuda,
+        KEYS=keys, ONE=keys == cut.chunk, WHOLE=whole, WIDEN=not q.is_cuda,
         num_warps=8 if cut.tile == MAX_TILE else 4,
         num_stages=1 if wide else (2 if cut.tile == MAX_TILE else 3), **overlapped(q),
     )  # fmt: skip
     if not whole:
-        width = min(d, COMBINE_WIDTH) if slots * rows * heads < 512 else d
-        _combine_kernel[(slots * rows * heads, d // width)](
+        width = min(d, COMBINE_WIDTH) if slots * num_rows * heads < 512 else d
+        _combine_kernel[(slots * num_rows * heads, d // width)](
             partial, stats, positions, lengths, gate_rows, out,
-            positions.stride(0), gate_rows.stride(0), rows, cut.chunk, cut.parts,
+            positions.stride(0), gate_rows.stride(0), num_rows, cut.chunk, cut.parts,
             HEADS=heads, D=d, WIDTH=width, PARTS=COMBINE_PARTS * COMBINE_WIDTH // width,
-            GATED=gated, num_warps=4, **overlapped(q),
+            num_warps=4, **overlapped(q),
         )  # fmt: skip
     return out
 
@@ -142,14 +137,6 @@ def _gated(out, gate, dtype: tl.constexpr):
     """out * sigmoid(gate), both factors rounded first, as in plain torch."""
     factor = tl.sigmoid(gate.to(tl.float32)).to(dtype)
     return out.to(dtype).to(tl.float32) * factor.to(tl.float32)
-
-
-@triton.jit
-def _store(y, gate_at, place, mask, dtype: tl.constexpr, GATED: tl.constexpr):
-    """y, gated if asked, to where it belongs."""
-    if GATED:
-        y = _gated(y, tl.load(gate_at, mask=mask, other=0.0), dtype)
-    tl.store(place, y.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -186,7 +173,7 @@ def _attend_kernel(
     table_slot, position_slot, gate_token, rows, chunk, context, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
-    GATED: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of the context for one tile; WHOLE: the part is everything, so it ends here.
 
@@ -241,13 +228,15 @@ def _attend_kernel(
         y = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
         gate_at = ((slot * rows + row) * gate_token + head * D)[:, None] + dim[None, :]
         place = out_ptr + (line * D)[:, None] + dim[None, :]
-        _store(y, gate_ptr + gate_at, place, real[:, None], out_ptr.dtype.element_ty, GATED)
+        gate = tl.load(gate_ptr + gate_at, mask=real[:, None], other=0.0)
+        y = _gated(y, gate, out_ptr.dtype.element_ty)
+        tl.store(place, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
     else:
-        _leave(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D)
+        _store_part(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D)
 
 
 @triton.jit
-def _leave(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D: tl.constexpr):
+def _store_part(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D: tl.constexpr):
     """A part's sums and their scale, for _combine_kernel."""
     line = line * tl.num_programs(0) + tl.program_id(0)
     tl.store(partial_ptr + (line * D)[:, None] + dim[None, :], total, mask=real[:, None])
@@ -260,7 +249,7 @@ def _combine_kernel(
     partial_ptr, stats_ptr, position_ptr, length_ptr, gate_ptr, out_ptr,
     position_slot, gate_token, rows, chunk, parts,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One query head of a row: its parts up to its own position, WIDTH of its dims."""
     after_previous(PDL)
@@ -289,6 +278,5 @@ def _combine_kernel(
         high = higher
     y = total / tl.where(weight == 0.0, 1.0, weight)
     dtype = out_ptr.dtype.element_ty
-    if GATED:
-        y = _gated(y, tl.load(gate_ptr + token * gate_token + head * D + dim), dtype)
+    y = _gated(y, tl.load(gate_ptr + token * gate_token + head * D + dim), dtype)
     tl.store(out_ptr + line * D + dim, y.to(dtype))

@@ -2,7 +2,7 @@
 
     proj -> gdn_inputs (window, conv, norms, gates) -> gdn_verify (fold, rows, gated norm) -> y
 
-They equal CpuOps composed as model/gdn.py does for a verify pass, and keep one layer's memory
+They equal Ops composed as model/gdn.py does for a verify pass, and keep one layer's memory
 (model/cache.py: GdnStates) in place. A slot's memory, NaN included, reaches only its own rows.
 Shapes: B slots | R rows, X most | k, h key and value heads | C = 2k Dk + h Dv | W conv kernel
         S slots in memory | F = k Dk + h Dv + h, one factor row [k | delta | g]
@@ -25,6 +25,7 @@ from outrider.parallel.kernels.launch import (
     overlapped,
     wait_for_previous,
 )
+from outrider.parallel.operands import GdnLayer
 
 NARROW, WIDE = (8, 1), (16, 1)
 """Columns of a state and warps of one program: NARROW spreads few states over more processors."""
@@ -32,83 +33,62 @@ FEW_COLUMNS = 8448
 """Up to here, over all slots and heads, NARROW: 64 columns for each of 132 processors."""
 
 
-def gdn_inputs(
-    proj: Tensor,
-    conv_cache: Tensor,
-    conv_weight: Tensor,
-    rate: Tensor,
-    dt_bias: Tensor,
-    slots: Tensor,
-    kept: Tensor,
-    key_heads: int,
-    value_heads: int,
-    dk: int,
-    dv: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Conv, SiLU, norms and gates of R rows; the conv window advances in place.
-
-    proj [B, R, C + h Dv + 2h] = [q | k | v | z | b | a]; conv_cache [S, W-1+X, C] of one layer;
-    conv_weight [W, C]; rate, dt_bias [h]; slots, kept [B] int64. The last dim has stride 1.
-    -> qk [B, R, 2, k, Dk] at length 1, v [B, R, h, Dv], g [B, R, h], beta [B, R, h], float32.
-    The W-1 rows before row 0 are kept[b] .. kept[b]+W-2 of conv_cache[slots[b]], which then
-    starts with [those | the R new ones]. Slots are distinct, except padding that nobody reads.
-    """
-    batch, rows = proj.shape[:2]
-    assert proj.stride(-1) == conv_cache.stride(-1) == 1
-    assert conv_weight.is_contiguous()
-    qk = proj.new_empty(batch, rows, 2, key_heads, dk, dtype=torch.float32)
-    v = proj.new_empty(batch, rows, value_heads, dv, dtype=torch.float32)
-    g = proj.new_empty(batch, rows, value_heads, dtype=torch.float32)
-    beta = torch.empty_like(g)
-    read = (proj, conv_cache, conv_weight, rate, dt_bias, slots, kept)
-    strides = (*proj.stride()[:2], *conv_cache.stride()[:2])
-    shape = (rows, conv_weight.shape[0], key_heads, value_heads, dk, dv)
-    grid = (2 * key_heads + value_heads, batch)
-    _inputs_kernel[grid](*read, qk, v, g, beta, *strides, *shape, num_warps=4, **overlapped(proj))
-    return qk, v, g, beta
-
-
 def gdn_verify(
-    qk: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    z: Tensor,
-    state: Tensor,
-    factors: Tensor,
-    slots: Tensor,
-    kept: Tensor,
-    waiting: int,
-    norm_weight: Tensor,
-    eps: float,
-    gate: str,
-    arrivals: Tensor,
+    proj: Tensor, layer: GdnLayer, slots: Tensor, fold: Tensor, max_fold: int, arrivals: Tensor
 ) -> Tensor:
-    """Fold what was kept, run R rows of the delta rule, leave their factors, norm and gate.
+    """As Ops.gdn_verify. The last dim of proj and of the layer's memory has stride 1.
 
-    qk, v, g, beta as gdn_inputs returns them; z [B, R, h, Dv], a view of proj; state
-    [S, h, Dk, Dv] and factors [S, X, F] of one layer, float32; slots, kept [B] int64; norm_weight
-    [Dv] float32; gate "silu" or "sigmoid". -> y [B, R, h Dv] in z's dtype.
-    With waiting > 0 the first kept[b] <= waiting factor rows of slots[b] enter its state; rows
-    from kept[b] on are not read. Then factors[slots[b], :R] are this pass's rows.
-    arrivals: B k int32 or more, zero before and zero after; one launch at a time may use it.
+    Factor rows of a slot from fold[b] on are not read. Slots are distinct, except padding, which
+    nobody reads. arrivals: B k int32 or more, zero before and zero after; one launch at a time may
+    use it.
     """
-    batch, rows, _, key_heads, dk = qk.shape
-    heads, dv = v.shape[2:]
+    batch, num_rows = proj.shape[:2]
+    k_heads, heads, dk, dv = (
+        layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    )  # fmt: skip
+    inputs = _conv_inputs(proj, layer, slots, fold)
+    z = proj.split_with_sizes(layer.widths, -1)[1].unflatten(-1, (heads, dv))
+    state, factors = layer.state, layer.factors
     assert state.stride()[2:] == (dv, 1)
-    assert z.stride(-1) == factors.stride(-1) == 1
-    assert all(t.is_contiguous() for t in (qk, v, g, beta))
-    assert arrivals.numel() >= batch * key_heads
-    y = z.new_empty(batch, rows, heads * dv)
+    assert factors.stride(-1) == 1
+    assert arrivals.numel() >= batch * k_heads
+    y = z.new_empty(batch, num_rows, heads * dv)
     block, warps = NARROW if batch * heads * dv <= FEW_COLUMNS else WIDE
-    inputs = (qk, v, g, beta, z, state, factors, slots, kept, norm_weight)
-    strides = (*z.stride()[:3], *state.stride()[:2], *factors.stride()[:2])
-    shape = (rows, waiting, key_heads, heads, dk, dv, block, gate == "silu")
-    grid = (heads * triton.cdiv(dv, block), batch)
-    _verify_kernel[grid](
-        *inputs, arrivals, y, *strides, eps, *shape, num_warps=warps, **overlapped(z)
-    )
+    _verify_kernel[(heads * triton.cdiv(dv, block), batch)](
+        *inputs, z, state, factors, slots, fold, layer.norm_weight, arrivals, y,
+        *z.stride()[:3], *state.stride()[:2], *factors.stride()[:2], layer.eps,
+        num_rows, max_fold, k_heads, heads, dk, dv, block, layer.gate == "silu",
+        num_warps=warps, **overlapped(z),
+    )  # fmt: skip
     return y
+
+
+def _conv_inputs(
+    proj: Tensor, layer: GdnLayer, slots: Tensor, fold: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Conv, SiLU, norms and gates of R rows; the conv window of the slots advances in place.
+
+    -> qk [B, R, 2, k, Dk] at length 1, v [B, R, h, Dv], g [B, R, h], beta [B, R, h], float32.
+    The W-1 rows before row 0 are fold[b] .. fold[b]+W-2 of the slot's window, which afterwards
+    starts with [those | the R new ones].
+    """
+    batch, num_rows = proj.shape[:2]
+    k_heads, heads, dk, dv = (
+        layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    )  # fmt: skip
+    assert proj.stride(-1) == layer.conv.stride(-1) == 1
+    assert layer.conv_weight.is_contiguous()
+    qk = proj.new_empty(batch, num_rows, 2, k_heads, dk, dtype=torch.float32)
+    v = proj.new_empty(batch, num_rows, heads, dv, dtype=torch.float32)
+    g = proj.new_empty(batch, num_rows, heads, dtype=torch.float32)
+    beta = torch.empty_like(g)
+    _inputs_kernel[(2 * k_heads + heads, batch)](
+        proj, layer.conv, layer.conv_weight, layer.rate, layer.dt_bias, slots, fold,
+        qk, v, g, beta, *proj.stride()[:2], *layer.conv.stride()[:2],
+        num_rows, layer.conv_weight.shape[0], k_heads, heads, dk, dv,
+        num_warps=4, **overlapped(proj),
+    )  # fmt: skip
+    return qk, v, g, beta
 
 
 @triton.jit
@@ -292,7 +272,7 @@ def _waiting(
 
 @triton.jit
 def _fold(s, rows, count, WAITING: tl.constexpr):
-    """CpuOps.gdn_fold of the first `count` rows: e^{g_1 + ..} s + sum of k delta^T times the
+    """Ops.gdn_fold of the first `count` rows: e^{g_1 + ..} s + sum of k delta^T times the
     decays after it."""
     total = 0.0
     for at in tl.static_range(WAITING):

@@ -1,6 +1,6 @@
 """Where the rows of a pass lie, in one launch: positions, page index, rotary cos and sin.
 
-    first, counts, block table -> place_rows -> positions, index, cos, sin, lengths
+    first, counts, block table -> locate_rows -> positions, index, cos, sin, lengths
 
 A program a row of a slot; everything is read on the device.
 Letters: B slots | R rows | N pages in the table | D rotary width
@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.parallel.kernels.launch import after_previous, overlapped
 
 
-def place_rows(
+def locate_rows(
     first: Tensor,
     counts: Tensor,
     block_table: Tensor,
@@ -29,7 +29,7 @@ def place_rows(
     shift: int = 0,
     more: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As Ops.place_rows. cos, sin [positions, D] contiguous; block_table's rows may be strided."""
+    """As Ops.locate_rows. cos, sin [positions, D] contiguous; block_table's rows may be strided."""
     batch, width = first.shape[0], cos.shape[1]
     positions = torch.empty(batch, num_rows, dtype=torch.int64, device=first.device)
     index = torch.empty_like(positions)

@@ -3,7 +3,7 @@
     proj -> prompt_inputs (conv, SiLU, norms, gates) -> q, k, v, g, beta -> (the rule, elsewhere)
     out, z -> gated_rms_norm -> y        proj -> keep_window: the W-1 rows before the next chunk
 
-They equal CpuOps.gdn_prefill's parts. Rows past a slot's count get g = beta = 0, which leaves the
+They equal Ops.gdn_prefill's parts. Rows past a slot's count get g = beta = 0, which leaves the
 state as it is.
 Shapes: B slots | T rows | k, h key and value heads | C = 2k Dk + h Dv | W conv kernel
 """
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.parallel.device import GdnLayer
 from outrider.parallel.kernels.gdn import _softplus
 from outrider.parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.operands import GdnLayer
 
 TILE = 32
 """Rows of one program."""

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.operands import Rows
 
 ROW_PIECE = 1024
 """Elements of a row that one program of an elementwise kernel takes."""
@@ -60,24 +61,22 @@ def qk_norm_rope_write(
     qk: Tensor,
     v: Tensor,
     scale: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     eps: float,
     k_pages: Tensor,
     v_pages: Tensor,
-    index: Tensor,
+    rows: Rows,
 ) -> Tensor:
     """As Ops.qk_norm_rope_write; pages must be contiguous. -> q [B, R, n, d]."""
-    kv, turn = v.shape[2], cos.shape[-1]
+    kv, turn = v.shape[2], rows.cos.shape[-1]
     x, v = _headed(qk), _headed(v)
     tokens, heads, d = x.shape
     q = torch.empty(*qk.shape[:2], heads - kv, d, dtype=qk.dtype, device=qk.device)
     if not tokens:
         return q
     _check_pages(k_pages, v_pages)
-    cos, sin = cos.reshape(-1, turn), sin.reshape(-1, turn)
+    cos, sin = rows.cos.reshape(-1, turn), rows.sin.reshape(-1, turn)
     _qk_kernel[(tokens, heads + kv)](
-        x, v, scale, cos, sin, index.reshape(-1), q, k_pages, v_pages,
+        x, v, scale, cos, sin, rows.kv_index.reshape(-1), q, k_pages, v_pages,
         x.stride(0), x.stride(1), v.stride(0), v.stride(1),
         scale.stride(0), cos.stride(0), sin.stride(0),
         k_pages.stride(1), k_pages.stride(2), eps,

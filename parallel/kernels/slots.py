@@ -4,7 +4,7 @@
     slots' memory -> recall -> its rows by place in the batch
     drafts, targets -> accept_commit -> kept, and the slots' memory advanced
 
-They equal CpuOps' operations of these names. Token ids must lie in the table.
+They equal Ops' operations of these names. Token ids must lie in the table.
 Letters: B slots of a batch | K drafts | R = K+1 rows | H hidden | V table rows
 """
 
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.parallel.device import GatheredSlots, SlotMemory
 from outrider.parallel.kernels.launch import after_previous, overlapped
+from outrider.parallel.operands import GatheredSlots, SlotMemory
 
 PAGE_PIECE = 128
 """Page numbers that one step of a recall copies."""

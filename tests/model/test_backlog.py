@@ -16,7 +16,7 @@ from outrider.model import backlog
 from outrider.model.executor import DecodeBatch, Drafter, MtpDrafter, RunPiece
 from outrider.model.runner import Runner
 from outrider.model.step import Sampling
-from outrider.parallel.device import GatheredSlots
+from outrider.parallel.operands import GatheredSlots
 from tests.graphs import record
 from tests.model.test_npu_iterations import npu_team
 from tests.ranks import Output, Team

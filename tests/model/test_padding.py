@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from outrider.model.cache import Rows
 from outrider.model.runner import Runner
 from outrider.model.step import Sampling
+from outrider.parallel.operands import Rows
 from tests import checkpoints
 from tests.graphs import record
 from tests.ranks import Team, serve

@@ -5,10 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.parallel.device import SlotMemory
+from outrider.parallel.operands import Rows, SlotMemory
 
 EXTRA_ROWS = 2
 """Rows that the slots' memory has beyond those of the pass."""
+
+
+UNUSED = torch.empty(0)
+
+
+def written_rows(cos: Tensor, sin: Tensor, kv_index: Tensor) -> Rows:
+    """Rows of which Ops.qk_norm_rope_write reads what it needs."""
+    return Rows(
+        slots=UNUSED, positions=UNUSED, lengths=UNUSED, block_table=UNUSED, counts=UNUSED,
+        kv_index=kv_index, cos=cos, sin=sin,
+    )  # fmt: skip
+
+
+def attending_rows(
+    block_table: Tensor, positions: Tensor, lengths: Tensor, host_lengths: list[int] | None = None
+) -> Rows:
+    """Rows of which Ops.paged_attention reads what it needs."""
+    return Rows(
+        slots=UNUSED, kv_index=UNUSED, counts=UNUSED, cos=UNUSED, sin=UNUSED,
+        positions=positions, lengths=lengths, block_table=block_table, host_lengths=host_lengths,
+    )  # fmt: skip
 
 
 def commit_case(

@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from outrider.parallel.device import GdnLayer, SlotMemory
 from outrider.parallel.group import Hall, Mail
 from outrider.parallel.kernels import (
     attention,
@@ -33,6 +32,7 @@ from outrider.parallel.kernels import (
     slots,
     two_shot,
 )
+from outrider.parallel.operands import GdnLayer, Rows, SlotMemory
 
 H, D, PAGE, PAGES, X = 2048, 256, 64, 48, 6
 COMPILED: dict[str, object] = {}
@@ -86,38 +86,35 @@ def passes(batch: int, num_rows: int) -> None:
     slots.embed_rms_norm(ints(batch, num_rows), table, scale, 1e-6)
     slots.mtp_input(ints(batch, num_rows), table, hidden, scale, scale, 1e-6)
     turn = torch.zeros(PAGES * PAGE, 64)
-    where = place.place_rows(
-        ints(batch), ints(batch), ints(batch, PAGES), turn, turn, num_rows, PAGE
+    who, table = ints(batch), ints(batch, PAGES)
+    positions, index, cos, sin, lengths = place.locate_rows(
+        who, who, table, turn, turn, num_rows, PAGE
     )
-    positions, index, cos, sin, _ = where
+    where = Rows(
+        slots=who, positions=positions, lengths=lengths, block_table=table, kv_index=index,
+        counts=who, cos=cos, sin=sin,
+    )  # fmt: skip
     for n, m in ((4, 1), (8, 2)):
         pages = bf16(100, PAGE, m, D)
         proj = bf16(batch, num_rows, (2 * n + 2 * m) * D)
         qk, v, gate = proj.split_with_sizes(((n + m) * D, m * D, n * D), -1)
         qk, v = qk.unflatten(-1, (n + m, D)), v.unflatten(-1, (m, D))
-        q = rows.qk_norm_rope_write(
-            qk, v, torch.zeros(n + m, D), cos, sin, 1e-6, pages, pages, index
-        )
-        rows.qk_norm_rope_write(
-            qk[:, :, n:], v, torch.zeros(m, D), cos, sin, 1e-6, pages, pages, index
-        )
-        attention.paged_attention(q, pages, pages, ints(batch, PAGES), positions, ints(batch), gate)
+        scales = torch.zeros(n + m, D)
+        q = rows.qk_norm_rope_write(qk, v, scales, 1e-6, pages, pages, where)
+        rows.qk_norm_rope_write(qk[:, :, n:], v, scales[n:], 1e-6, pages, pages, where)
+        attention.paged_attention(q, pages, pages, where, gate)
 
 
 def delta_net(batch: int, num_rows: int, arrivals: Tensor) -> None:
     own, who = gdn_layer(), ints(batch)
     proj = bf16(batch, num_rows, sum(own.widths))
-    z = proj.split_with_sizes(own.widths, -1)[1].unflatten(-1, (8, 128))
     if num_rows > X:
+        z = proj.split_with_sizes(own.widths, -1)[1].unflatten(-1, (8, 128))
         prompt.prompt_inputs(proj, own, who, who)
         prompt.keep_window(proj, own, who, who)
         prompt.gated_rms_norm(bf16(batch, num_rows, 8, 128), z, own.norm_weight, 1e-6, "silu")
         return
-    inputs = gdn.gdn_inputs(
-        proj, own.conv, own.conv_weight, own.rate, own.dt_bias, who, who, 8, 8, 128, 128
-    )
-    memory = (own.state, own.factors, who, who, X)
-    gdn.gdn_verify(*inputs, z, *memory, own.norm_weight, own.eps, own.gate, arrivals)
+    gdn.gdn_verify(proj, own, who, who, X, arrivals)
 
 
 def exchange(num_rows: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from outrider.parallel.backends import cuda
 from outrider.parallel.device import DeviceError
 from outrider.parallel.devices import claim_device, free_device_bytes
 
@@ -58,10 +61,25 @@ def test_a_gpu_too_old_for_the_kernels_is_an_error(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     with pytest.raises(DeviceError, match=r"#0 \(GPU\): capability 8.0"):
-        cuda.claim_cuda(0)
+        claim_device("cuda", 0)
 
 
 def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (100 + index, 200))
     assert free_device_bytes("cuda", 1) == 101
     assert free_device_bytes("cpu", 0) is None
+
+
+CPU_RUN = """
+import sys
+from outrider.model import runner
+from outrider.parallel.devices import open_device
+from outrider.parallel.group import alone
+open_device("cpu", 0, alone())
+loaded = [m for m in sys.modules if m.split(".")[0] == "triton" or "parallel.backends" in m]
+assert not loaded, loaded
+"""
+
+
+def test_the_cpu_imports_no_backend_and_no_triton(repo: Path) -> None:
+    subprocess.run([sys.executable, "-c", CPU_RUN], cwd=repo, check=True, timeout=60)

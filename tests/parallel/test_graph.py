@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.device import Capabilities, Device
 from outrider.parallel.graph import CaptureError, Graphs
 from outrider.parallel.group import alone
+from outrider.parallel.ops import Ops
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     where, can = torch.device("cpu"), Capabilities(graphs=True)
-    return Graphs(Device(torch_device=where, ops=CpuOps(), tp=alone(), capabilities=can))
+    return Graphs(Device(torch_device=where, ops=Ops(), tp=alone(), capabilities=can))
 
 
 class Work:
@@ -39,15 +39,13 @@ class Work:
     def __call__(self) -> Tensor:
         self.calls += 1
         width = 3 if self.calls == 2 else 4
-        return CpuOps().add_rms_norm(torch.ones(2, 4), torch.ones(2, width), torch.ones(4), 1e-6)[0]
+        return Ops().add_rms_norm(torch.ones(2, 4), torch.ones(2, width), torch.ones(4), 1e-6)[0]
 
 
 def test_a_failed_capture_names_the_work_the_line_and_the_reason(graphs: Graphs) -> None:
     work = Work()
     graphs.run(("iteration", 8), work)
-    says = (
-        r"\('iteration', 8\) cannot be captured: parallel/backends/cpu.py:\d+: total = x \+ .*size"
-    )
+    says = r"\('iteration', 8\) cannot be captured: parallel/ops.py:\d+: total = x \+ .*size"
     with pytest.raises(CaptureError, match=says):
         graphs.run(("iteration", 8), work)
 

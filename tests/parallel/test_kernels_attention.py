@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.kernels import attention
+from outrider.parallel.ops import Ops
+from tests.parallel.cases import attending_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2 if DEVICE == "cuda" else 6e-2}
@@ -35,15 +36,20 @@ def filled(lengths, rows, n, m, d, page, dtype=torch.float32, seed=0, spare=0):
     return wide[:, :, :n], k_pages, v_pages, table, positions, torch.tensor(lengths)
 
 
+def open_gate(q):
+    """A gate of 100 is a factor of 1."""
+    return torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), 100.0, dtype=q.dtype)
+
+
 def defined(q, k_pages, v_pages, *where):
-    """Ungated: a gate of 100 is a factor of 1."""
-    gate = torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), 100.0)
-    return CpuOps().paged_attention(q.float(), k_pages.float(), v_pages.float(), *where, gate)
+    pages = k_pages.float(), v_pages.float()
+    return Ops().paged_attention(q.float(), *pages, attending_rows(*where), open_gate(q.float()))
 
 
 def run(arguments, gate=None):
-    gate = None if gate is None else gate.to(DEVICE)
-    return attention.paged_attention(*(t.to(DEVICE) for t in arguments), gate=gate).cpu()
+    gate = open_gate(arguments[0]) if gate is None else gate
+    q, k_pages, v_pages, *where, gate = (t.to(DEVICE) for t in (*arguments, gate))
+    return attention.paged_attention(q, k_pages, v_pages, attending_rows(*where), gate).cpu()
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def test_prefill_tiles() -> None:
     """A chunk of many rows behind an earlier one, in several tiles."""
     arguments = filled([70, 50], 40, 4, 1, 32, 16)
     assert attention.split_work(2, 40, 4, 1, 80).tiles == 3
-    out = attention.paged_attention(*(t.to(DEVICE) for t in arguments)).cpu()
+    out = run(arguments)
     assert (out - defined(*arguments)).abs().max() < TOLERANCE[torch.float32]
 
 
@@ -152,9 +158,7 @@ def test_cuts_cover_the_context_within_bounds(slots, rows, heads, context) -> No
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    q, k_pages, v_pages, *where = filled([5], 1, 3, 2, 32, 16)
     with pytest.raises(ValueError, match="multiple of kv heads"):
-        attention.paged_attention(q, k_pages, v_pages, *where)
-    q, k_pages, v_pages, *where = filled([5], 1, 2, 2, 24, 16)
+        run(filled([5], 1, 3, 2, 32, 16))
     with pytest.raises(ValueError, match="powers of two"):
-        attention.paged_attention(q, k_pages, v_pages, *where)
+        run(filled([5], 1, 2, 2, 24, 16))

@@ -1,4 +1,4 @@
-"""The Triton kernels of Gated DeltaNet against CpuOps.gdn_verify, pass after pass."""
+"""The Triton kernels of Gated DeltaNet against Ops.gdn_verify, pass after pass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.parallel.backends.cpu import CpuOps
-from outrider.parallel.device import GdnLayer
 from outrider.parallel.kernels import gdn
+from outrider.parallel.operands import GdnLayer
+from outrider.parallel.ops import Ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2 if DEVICE.type == "cuda" else 6e-2}
@@ -59,18 +59,16 @@ class Pair:
         return x.to(self.dtype)[..., :-5]
 
     def on_cpu(self, proj: Tensor, slots: Tensor, waiting: int) -> Tensor:
-        return CpuOps().gdn_verify(proj, self.layer, slots, self.kept[slots], waiting)
+        return Ops().gdn_verify(proj, self.layer, slots, self.kept[slots], waiting)
 
     def in_kernels(self, proj: Tensor, slots: Tensor, waiting: int) -> Tensor:
-        own, proj = self.own, proj.to(DEVICE)
-        where = (slots.to(DEVICE), self.kept[slots].to(DEVICE))
-        weights = [t.to(DEVICE) for t in (own.conv_weight, own.rate, own.dt_bias)]
-        sizes = (own.num_k_heads, own.num_v_heads, DK, DV)
-        inputs = gdn.gdn_inputs(proj, own.conv, *weights, *where, *sizes)
-        z = proj.split(own.widths, -1)[1].unflatten(-1, (own.num_v_heads, DV))
-        norm = (own.norm_weight.to(DEVICE), own.eps, own.gate)
-        memory = (own.state, own.factors, *where, waiting)
-        return gdn.gdn_verify(*inputs, z, *memory, *norm, self.arrivals).cpu()
+        where = (slots.to(DEVICE), self.kept[slots].to(DEVICE), waiting)
+        return gdn.gdn_verify(proj.to(DEVICE), self.on_device(), *where, self.arrivals).cpu()
+
+    def on_device(self) -> GdnLayer:
+        """`own` with its weights where the kernels run."""
+        names = ("conv_weight", "rate", "dt_bias", "norm_weight")
+        return replace(self.own, **{name: getattr(self.own, name).to(DEVICE) for name in names})
 
     def poison(self, slots: Tensor) -> None:
         """NaN in all that the kernels must not read: other slots, rows behind the kept ones."""

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.kernels import matmul
+from outrider.parallel.ops import Ops
 from outrider.parallel.vocab import quantise_rows
 
-OPS = CpuOps()
+OPS = Ops()
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 from torch import Tensor
 
 import tests.parallel.conftest  # noqa: F401  (also in the processes: interpreted where no GPU is)
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.backends.cuda import CudaOps
 from outrider.parallel.group import Group, Hall, Mail
 from outrider.parallel.kernels import matmul, peer, two_shot
 from outrider.parallel.kernels.rows import top_keys
+from outrider.parallel.ops import Ops
 from tests.parallel.test_kernels_rows import DEVICE, EPS, close, rand
 
 ROWS, WORDS = 8, 64
@@ -132,8 +132,9 @@ def calls(ops: CudaOps, rank: int, mail: Mail, given: list[tuple[Tensor, ...]]) 
     for turn, (part, residual, scale, best, x, w) in enumerate(given):
         results += peer.sum_add_rms_norm(part, residual, scale, EPS, mail)
         assert matmul.can_send(x, w, mail)
-        part = ops.linear_part(x, w, group)
-        results += ops.sum_add_rms_norm(part, residual, scale, EPS, group)
+        product = ops.linear_part(x, w, group)
+        assert product.sent
+        results += ops.sum_add_rms_norm(product, residual, scale, EPS)
         if turn % 2:
             results.append(peer.choose_over_ranks(top_keys(best), rank * VOCABULARY, mail))
     return results
@@ -210,6 +211,22 @@ def run(size: int) -> list[list[Tensor]]:
     return [[torch.tensor(t) for t in results[rank]] for rank in range(size)]
 
 
+def test_a_part_says_whether_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the sums of two groups are pending at once."""
+    ops, groups, completed = CudaOps(torch.device(DEVICE)), [Group(), Group()], []
+    boxes = [inboxes(2, DEVICE) for _ in groups]  # alive until they are written to
+    for group, own in zip(groups, boxes, strict=True):
+        group.mail = mails(own, DEVICE)[0]
+    monkeypatch.setattr(peer, "sum_add_rms_norm", lambda *_, sent: completed.append(sent))
+    x, w = (t.to(DEVICE) for t in factors(0, 0))
+    parts = [ops.linear_part(x, w, group) for group in groups]
+    narrow = x[..., :70], w[:, :70].contiguous()  # not a multiple of 16 bytes: not sent
+    parts.append(ops.linear_part(*narrow, groups[0]))
+    for part in parts:
+        ops.sum_add_rms_norm(part, part.values, w[:, 0].float(), EPS)
+    assert completed == [True, True, False]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
     got = run(size)
@@ -219,7 +236,7 @@ def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
     for rank, mine in enumerate(got):
         for a, b in zip(mine, got[0], strict=True):
             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"rank {rank} differs from rank 0"
-    results, ops = iter(got[0]), CpuOps()
+    results, ops = iter(got[0]), Ops()
     for turn in range(2 * len(SHAPES)):
         parts = [case(rank, turn)[0] for rank in range(size)]
         _, residual, scale = case(0, turn)
@@ -240,7 +257,7 @@ def test_ranks_sum_and_choose_as_the_collectives_do(size: int) -> None:
 
 def check_many(got: list[list[Tensor]], size: int) -> None:
     """Every rank has all norms, and its own rows of the stream."""
-    ops = CpuOps()
+    ops = Ops()
     for turn in range(2 * len(MANY)):
         parts = [many(rank, turn)[0] for rank in range(size)]
         _, residual, scale = many(0, turn)

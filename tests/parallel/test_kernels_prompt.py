@@ -1,4 +1,4 @@
-"""The kernels around a prompt's delta rule against CpuOps.gdn_prefill's own parts."""
+"""The kernels around a prompt's delta rule against Ops.gdn_prefill's own parts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.kernels import prompt
+from outrider.parallel.ops import Ops
 from tests.parallel.test_kernels_gdn import DEVICE, DV, SLOTS, TAPS, TOLERANCE, Pair
 
-OPS = CpuOps()
-
-
-def on_device(pair: Pair):
-    """The layer with weights and memory where the kernels run."""
-    from dataclasses import replace
-
-    names = ("conv_weight", "rate", "dt_bias", "norm_weight")
-    return replace(pair.own, **{n: getattr(pair.own, n).to(DEVICE) for n in names})
+OPS = Ops()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,7 +22,7 @@ def test_inputs_and_window_chunk_after_chunk(dtype, rows, counts) -> None:
     """Two chunks of two slots, the second from the window that the first has left."""
     pair = Pair(2, 6, 4, dtype, "silu")
     slots, count = torch.tensor([3, 1]), torch.tensor(counts)
-    layer, where = on_device(pair), (slots.to(DEVICE), count.to(DEVICE))
+    layer, where = pair.on_device(), (slots.to(DEVICE), count.to(DEVICE))
     real = torch.arange(rows) < count[:, None]
     near = TOLERANCE[dtype]
     for _ in range(2):

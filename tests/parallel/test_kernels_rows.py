@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.kernels import place, rows
+from outrider.parallel.ops import Ops
+from tests.parallel.cases import written_rows
 
-OPS = CpuOps()
+OPS = Ops()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7 if DEVICE == "cuda" else 2.0**-5}
@@ -105,8 +106,8 @@ def attention_inputs(dtype, b=2, r=3, n=4, m=2, d=64, turn=16):
 def test_qk_norm_rope(dtype, d, turn) -> None:
     qk, v, scale, cos, sin, want = attention_inputs(dtype, d=d, turn=turn)
     pages = on_device(torch.zeros(2, 4, 2, d, dtype=dtype), torch.zeros(2, 4, 2, d, dtype=dtype))
-    index = torch.arange(6).view(2, 3).to(DEVICE)
-    q = rows.qk_norm_rope_write(*on_device(qk, v, scale, cos, sin), EPS, *pages, index)
+    where = written_rows(*on_device(cos, sin, torch.arange(6).view(2, 3)))
+    q = rows.qk_norm_rope_write(*on_device(qk, v, scale), EPS, *pages, where)
     close(q, want[:, :, :4])
     close(pages[0].flatten(0, 1)[:6].view(2, 3, 2, d), want[:, :, 4:])
 
@@ -116,9 +117,9 @@ def test_keys_and_values_without_queries(dtype) -> None:
     qk, v, scale, cos, sin, want = attention_inputs(dtype, d=64, turn=16)
     kv = torch.cat((qk[:, :, 4:], v), 2).to(DEVICE)
     pages = on_device(torch.zeros(2, 4, 2, 64, dtype=dtype), torch.zeros(2, 4, 2, 64, dtype=dtype))
-    index = torch.arange(6).view(2, 3).to(DEVICE)
-    turn = on_device(scale[4:], cos, sin)
-    q = rows.qk_norm_rope_write(kv[:, :, :2], kv[:, :, 2:], *turn, EPS, *pages, index)
+    where = written_rows(*on_device(cos, sin, torch.arange(6).view(2, 3)))
+    k, v_there = kv[:, :, :2], kv[:, :, 2:]
+    q = rows.qk_norm_rope_write(k, v_there, scale[4:].to(DEVICE), EPS, *pages, where)
     assert q.shape == (2, 3, 0, 64)
     close(pages[0].flatten(0, 1)[:6].view(2, 3, 2, 64), want[:, :, 4:])
     close(pages[1].flatten(0, 1)[:6].view(2, 3, 2, 64), v)
@@ -132,12 +133,13 @@ def test_writes_touch_their_own_places_only(dtype) -> None:
     index = torch.tensor([[9, 2, 23], [16, 17, 5]])
     empty = torch.full((6, page, m, d), float("nan"), dtype=dtype)
     expected = [empty.clone(), empty.clone()]
-    defined = OPS.qk_norm_rope_write(qk, v, scale, cos, sin, EPS, *expected, index)
+    where = written_rows(cos, sin, index)
+    defined = OPS.qk_norm_rope_write(qk, v, scale, EPS, *expected, where)
     assert torch.equal(defined, want[:, :, :n])
 
     k_pages, v_pages = on_device(empty.clone(), empty.clone())
-    qk, v, scale, cos, sin, index = on_device(qk, v, scale, cos, sin, index)
-    q = rows.qk_norm_rope_write(qk, v, scale, cos, sin, EPS, k_pages, v_pages, index)
+    qk, v, scale, *where = on_device(qk, v, scale, cos, sin, index)
+    q = rows.qk_norm_rope_write(qk, v, scale, EPS, k_pages, v_pages, written_rows(*where))
     close(q, want[:, :, :n])
     assert torch.equal(v_pages.cpu().nan_to_num(-99.0), expected[1].nan_to_num(-99.0))
     assert torch.equal(k_pages.isnan().cpu(), expected[0].isnan())
@@ -209,8 +211,8 @@ def test_rows_are_placed_as_defined(page_tokens, num_rows, shift, more) -> None:
     counts = torch.tensor([0, num_rows, 1, num_rows])
     cos, sin = rand(6 * page_tokens + 1, 6), rand(6 * page_tokens + 1, 6, seed=1)
     moved = (num_rows, page_tokens, shift, more)
-    want = OPS.place_rows(first, counts, table[:, :7], cos, sin, *moved)
+    want = OPS.locate_rows(first, counts, table[:, :7], cos, sin, *moved)
     first, counts, table, cos, sin = on_device(first, counts, table, cos, sin)
-    got = place.place_rows(first, counts, table[:, :7], cos, sin, *moved)
+    got = place.locate_rows(first, counts, table[:, :7], cos, sin, *moved)
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one.cpu(), other)

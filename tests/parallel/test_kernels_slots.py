@@ -9,12 +9,12 @@ pytest.importorskip("triton")
 
 from dataclasses import astuple, replace
 
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.kernels import slots as kernels
+from outrider.parallel.ops import Ops
 from tests.parallel.cases import commit_case
 from tests.parallel.test_kernels_rows import DEVICE, DTYPES, EPS, close, on_device, rand
 
-OPS = CpuOps()
+OPS = Ops()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from outrider.parallel.backends import npu
-from outrider.parallel.backends.cpu import CpuOps
 from outrider.parallel.backends.npu import NpuOps
-from outrider.parallel.device import DeviceError, GdnLayer
+from outrider.parallel.device import DeviceError
 from outrider.parallel.devices import claim_device
+from outrider.parallel.operands import GdnLayer
+from outrider.parallel.ops import Ops
 from tests.npu import FakeOps, FakeRuntime, open_fake
+from tests.parallel.cases import attending_rows, written_rows
 
-CPU = CpuOps()
+CPU = Ops()
 BF16 = torch.bfloat16
 VISIBLE = """
 __version__ = __import__("torch").__version__
@@ -85,11 +87,12 @@ def test_keys_and_values_are_turned_and_land_in_their_pages(dtype: torch.dtype, 
         + 1.0
     )
     angle = drawn(batch, rows, 1, width // 2, seed=5)
-    cos, sin = (f(torch.cat((angle, angle), -1)) for f in (torch.cos, torch.sin))
+    angle = torch.cat((angle, angle), -1)
     index = torch.tensor([[130, 131, 0], [5, 300, 0]])  # two padding rows, both in the null page
+    where = written_rows(angle.cos(), angle.sin(), index)
     got, want = (torch.zeros(2, 3, page, m, d, dtype=dtype) for _ in range(2))
-    q = backend().qk_norm_rope_write(qk, v, scale, cos, sin, 1e-6, *got, index)
-    near(q, CPU.qk_norm_rope_write(qk, v, scale, cos, sin, 1e-6, *want, index))
+    q = backend().qk_norm_rope_write(qk, v, scale, 1e-6, *got, where)
+    near(q, CPU.qk_norm_rope_write(qk, v, scale, 1e-6, *want, where))
     rows_of = [pages.flatten(1, 2) for pages in (got, want)]
     assert rows_of[0][:, 0].isnan().all()  # which of the two wins is not defined
     for pages in rows_of:
@@ -111,19 +114,17 @@ def test_fused_attention_sees_what_the_definition_sees(dtype: torch.dtype, rows:
                 pages[table[b, t // page], t % page] = drawn(m, d, dtype=dtype, seed=seed * 999 + t)
     positions = length[:, None] - rows + torch.arange(rows)
     q, gate = drawn(batch, rows, n, d, dtype=dtype), drawn(batch, rows, n * d, dtype=dtype, seed=1)
-    want = CPU.paged_attention(q, k, v, table, positions, length, gate)
-    got = backend(dtype).paged_attention(
-        q, k, v, table, positions, length, gate, (positions[:, -1] + 1).tolist()
-    )
-    near(got, want)
+    where = attending_rows(table, positions, length, (positions[:, -1] + 1).tolist())
+    want = CPU.paged_attention(q, k, v, where, gate)
+    near(backend(dtype).paged_attention(q, k, v, where, gate), want)
 
 
 def test_float32_attention_is_the_definition() -> None:
     """The fused one takes half precision only: float32 runs are plain torch, with no host list."""
     ops = backend(BF16)
     q, pages = drawn(1, 2, 4, 32), drawn(2, 2, 128, 2, 32)
-    table, positions = torch.tensor([[1]]), torch.tensor([[3, 4]])
-    arguments = (q, *pages, table, positions, torch.tensor([5]), drawn(1, 2, 128))
+    where = attending_rows(torch.tensor([[1]]), torch.tensor([[3, 4]]), torch.tensor([5]))
+    arguments = (q, *pages, where, drawn(1, 2, 128))
     near(ops.paged_attention(*arguments), CPU.paged_attention(*arguments))
     assert ops._npu.calls == {}
 
@@ -203,21 +204,23 @@ def test_a_capture_leaves_no_trace_and_a_replay_reads_the_lists_as_they_are_now(
     q, k, v = drawn(1, 1, 2, 32), drawn(2, page, 1, 32, seed=1), drawn(2, page, 1, 32, seed=2)
     table, at, gate = torch.tensor([[1]]), torch.tensor([[2]]), torch.zeros(1, 1, 64)
     length = torch.zeros(1, dtype=torch.int64)
-    reach, count = [3], torch.zeros(1)
+    ends, count = [3], torch.zeros(1)
+    where = attending_rows(table, at, length, ends)
 
     def work() -> torch.Tensor:
         count.add_(1)
-        return ops.paged_attention(q, k, v, table, at, length, gate, reach)
+        return ops.paged_attention(q, k, v, where, gate)
 
     assert device.capture is not None
     replay, out, _ = device.capture(work, None)
     assert count == 0
     for end in (3, 77, 128):
-        reach[0], at[0, 0] = end, end - 1
+        ends[0], at[0, 0] = end, end - 1
         calls = dict(ops._npu.calls)
         replay()
         assert ops._npu.calls == calls
-        near(out, ops.paged_attention(q, k, v, table, at, length, gate, [end]))
+        now = attending_rows(table, at, length, [end])
+        near(out, ops.paged_attention(q, k, v, now, gate))
     assert count == 3
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.parallel.backends.cpu import CpuOps
-from tests.parallel.cases import commit_case
+from outrider.parallel.ops import Ops
+from tests.parallel.cases import attending_rows, commit_case, written_rows
 
-OPS = CpuOps()
+OPS = Ops()
 
 
 def gdn_inputs(rows: int, strong: bool, seed: int = 0):
@@ -87,8 +87,8 @@ def test_attention_reads_only_its_own_keys() -> None:
             scores = torch.einsum("nd,tnd->nt", q[b, r].double(), kk) * d**-0.5
             want.append(torch.einsum("nt,tnd->nd", scores.softmax(-1), vv))
     gate = torch.randn(3, rows, n * d, generator=generator)
-    lengths = torch.tensor(lengths)
-    got = OPS.paged_attention(q, k_pages, v_pages, table, positions, lengths, gate)
+    seen = attending_rows(table, positions, torch.tensor(lengths))
+    got = OPS.paged_attention(q, k_pages, v_pages, seen, gate)
     gated = torch.stack(want).view(3, rows, -1) * torch.sigmoid(gate.double())
     assert (got - gated).abs().max() < 1e-6
 
@@ -115,7 +115,8 @@ def test_q_and_k_are_normed_by_head_and_turned_by_position() -> None:
     both = torch.cat((angle, angle), -1)
     pages = torch.zeros(2, 3, 4, m, d)  # k and v: 3 pages of 4
     index = torch.tensor([[9, 2, 4, 11]])
-    q = OPS.qk_norm_rope_write(qk, v, scale, both.cos(), both.sin(), 1e-6, *pages, index)
+    turned_rows = written_rows(both.cos(), both.sin(), index)
+    q = OPS.qk_norm_rope_write(qk, v, scale, 1e-6, *pages, turned_rows)
     normed = qk.double() / (qk.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
     turned = torch.complex(normed[..., :half], normed[..., half : 2 * half])
     turned = turned * torch.exp(1j * angle.double())

@@ -1,0 +1,139 @@
+"""The groups of tensors that operations take and return together.
+
+    Rows: where the rows of one forward pass lie  GdnLayer: a delta net layer and its memory
+    SlotMemory: what the device holds by slot     GatheredSlots: the same for a batch's slots
+    PartialSum: one rank's part of a sum over the ranks of a group
+
+They hold tensors and numbers and compute nothing; parallel/ops.py says what is done with them.
+Shapes: B slots of a batch | S slots in memory | R rows a slot | X most rows a pass leaves
+        N pages in a block table | H hidden | k, h key and value heads of a delta net layer
+        Dk, Dv their widths | C conv channels | W conv kernel
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.parallel.group import Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """The rows of one forward pass: R for each of B slots, of which the first `counts` are real."""
+
+    slots: Tensor
+    """[B] int64: indices into the memory that is held by slot."""
+    positions: Tensor
+    """[B, R] int64: position of each row in its request."""
+    lengths: Tensor
+    """[B] int64: keys of the slot that are valid once this pass has written its own."""
+    block_table: Tensor
+    """[B, N] int64: pages of the slot, in the order of its positions."""
+    kv_index: Tensor
+    """[B, R] int64: page * page_tokens + offset; 0, in the null page, for padding rows."""
+    counts: Tensor
+    """[B] int64: real rows of the slot. A verify pass does not count the row before the drafts."""
+    cos: Tensor
+    """[B, R, 1, rotary] float32: cosine of the rotary angles of each row's position."""
+    sin: Tensor
+    """[B, R, 1, rotary] float32: their sine."""
+    prefill: bool = False
+    """Whether every real row is kept. Then states advance at once, and no row waits for it."""
+    fold: Tensor | None = None
+    """[B] int64: rows of the last pass to fold into the delta net states. A verify pass has it."""
+    max_fold: int = 0
+    """No slot has more rows to fold than this."""
+    host_lengths: list[int] | None = None
+    """[B] positions[:, -1] + 1, for devices with the capability of this name (device.py). Where the
+    pass is captured, this list stays and its values change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GdnLayer:
+    """This rank's share of one gated delta net layer: what an operation reads, and its memory."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_weight: Tensor
+    """[W, C], C = [q | k | v] channels. The last tap multiplies the current row."""
+    rate: Tensor
+    """[h] float32: -exp(A_log)."""
+    dt_bias: Tensor
+    """[h]"""
+    norm_weight: Tensor
+    """[Dv] float32"""
+    eps: float
+    gate: str
+    """Activation of z: "silu" or "sigmoid"."""
+    conv: Tensor
+    """[S, W-1+X, C]: rows before the convolution. The W-1 rows that precede the next pass start at
+    index `fold` of the slot."""
+    state: Tensor
+    """[S, h, Dk, Dv] float32"""
+    factors: Tensor
+    """[S, X, k Dk + h Dv + h] float32: k, delta and g of the rows that wait to be folded."""
+    coarse_state: bool = False
+    """Whether an operation may round the state to bfloat16 while it computes. The memory is float32
+    all the same. Where this is False, only operations that keep float32 are used."""
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Widths of the sections [q k v | z | b | a] of the layer's projection."""
+        values = self.num_v_heads * self.head_v_dim
+        channels = 2 * self.num_k_heads * self.head_k_dim + values
+        return channels, values, self.num_v_heads, self.num_v_heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotMemory:
+    """Where the request of each slot stands, by slot [S]."""
+
+    length: Tensor
+    """[S] int64: rows that the caches hold."""
+    last: Tensor
+    """[S] int64: the last token, which has no row yet."""
+    kept: Tensor
+    """[S] int64: rows that the last pass kept."""
+    fold: Tensor
+    """[S] int64: how many of them wait to be folded into the delta net states."""
+    fresh: Tensor
+    """[S, X] int64: the tokens that followed the rows of the last pass."""
+    hidden: Tensor
+    """[S, X, H]: hiddens of those rows after the final norm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredSlots:
+    """SlotMemory of the slots of one batch, by their index in the batch [B]."""
+
+    length: Tensor
+    """[B] int64"""
+    last: Tensor
+    """[B] int64"""
+    kept: Tensor
+    """[B] int64"""
+    fold: Tensor
+    """[B] int64"""
+    start: Tensor
+    """[B] int64: length - kept, the position of the last pass's first row."""
+    fresh: Tensor
+    """[B, width] int64"""
+    hidden: Tensor
+    """[B, width, H]"""
+    table: Tensor
+    """[B, N] int64: pages of each slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """One rank's part of a sum over the ranks of `group`; Ops.sum_add_rms_norm completes it."""
+
+    values: Tensor
+    """This rank's part. All ranks' parts have one shape."""
+    group: Group
+    sent: bool = False
+    """Whether the other ranks have been sent `values`, so that completing the sum only receives."""
