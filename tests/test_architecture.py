@@ -26,6 +26,10 @@ NEVER_IMPORTED = {
     "parallel": {"outrider.model", "outrider.actors", "ray", "transformers"},
     "model": {"outrider.actors", "ray", "fastapi"},
     "actors": {"torch_npu", "triton", "flash_attn", "fla"},
+    "actors/http": {f"outrider.actors.{door}" for door in ("engine", "serve", "job", "cli")},
+    "actors/driver": {"outrider.actors.http", "outrider.actors.engine"},
+    "actors/ranks": {"outrider.actors.http", "outrider.actors.engine", "outrider.actors.driver"},
+    "actors/cluster": {f"outrider.actors.{room}" for room in ("http", "driver", "ranks")},
 }
 DEVICE_LIBRARIES = {"torch_npu", "triton", "flash_attn", "fla", "cuda", "pynvml"}
 DEVICE_LIBRARY_HOMES = ("parallel/backends/", "parallel/kernels/")
@@ -413,6 +417,7 @@ VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
     (doors_open_one_way, "model/text.py", "from outrider.actors.cluster.spec import Spec\n"),
     (doors_open_one_way, "model/text.py", "if TYPE_CHECKING:\n    import ray.actor\n"),
     (doors_open_one_way, "actors/ranks/rank.py", "import torch_npu\n"),
+    (doors_open_one_way, "actors/ranks/rank.py", "import outrider.actors.driver.driver\n"),
     (doors_open_one_way, "actors/ranks/rank.py", "importlib.import_module('flash_attn')\n"),
     (device_libraries_stay_in_backends, "model/gdn.py", "from fla.ops import gated\n"),
     (device_libraries_stay_in_backends, "parallel/graph.py", "import torch_npu\n"),
