@@ -26,6 +26,7 @@ from outrider.model.config import RunConfig, load_config
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.runner import Runner
 from outrider.model.step import Join, Sampling
+from outrider.model.warmup import warm_up
 from outrider.parallel import group
 from outrider.parallel.devices import claim_device, collective_kind, open_device
 
@@ -133,7 +134,7 @@ def run_rank(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
     folder = Path(options["checkpoint"])
     started = time.perf_counter()
     runner = Runner(run_config(folder, options), device)
-    runner.warm_up()
+    warm_up(runner)
     load_s = time.perf_counter() - started
     vocab = load_config(folder).vocab_size
     chain = planted.chain(vocab, options["accept"], options["seed"])

@@ -57,7 +57,7 @@ def synced(graphs: Graphs, device: Device, batch: DecodeBatch) -> RunPiece:
 
     def run(name: int | str, work: Callable[[], Any]) -> Any:
         key = (len(batch.slots), batch.num_drafts, name)
-        result = graphs.run(key, work) if batch.sampled is None else work()
+        result = graphs.run(key, work) if batch.with_logits is None else work()
         if isinstance(name, int):
             device.synchronise()
         return result

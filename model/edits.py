@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
+from outrider.model.step import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, Join, Sampling
 from outrider.parallel.device import Device
 
 ALWAYS = 1 << 62
@@ -41,8 +41,20 @@ class SamplingFeatures:
             ),
         )
 
+    def captured_as(self) -> SamplingFeatures:
+        """The features that a captured iteration has for these: a superset of them."""
+        if self.edited or self.logprobs is not None:
+            return CAPTURED_FEATURES[2]
+        return CAPTURED_FEATURES[1 if self.drawn else 0]
+
 
 NO_FEATURES = SamplingFeatures()
+CAPTURED_FEATURES = (
+    NO_FEATURES,
+    SamplingFeatures(drawn=True),
+    SamplingFeatures(drawn=True, edited=True, logprobs=MAX_LOGPROBS),
+)
+"""Iterations are captured for these alone, so that all of them can be captured at the start."""
 
 
 class LogitEdits:
@@ -113,9 +125,10 @@ class LogitEdits:
 def log_probs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """logits [N, V], tokens [N] -> ids [N, 1 + num_top] and their log probabilities, float32.
 
-    The first column is the token itself, the others are the likeliest, best first.
+    The first column is the token itself, the others are the likeliest, best first; of a vocabulary
+    smaller than num_top, all of it.
     """
     logs = torch.log_softmax(logits, -1)
-    best, ids = logs.topk(num_top, -1)
+    best, ids = logs.topk(min(num_top, logits.shape[-1]), -1)
     own = tokens.unsqueeze(1)
     return torch.cat((own, ids), 1), torch.cat((logs.gather(1, own), best), 1)

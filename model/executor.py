@@ -9,16 +9,15 @@ Shapes: B slots of a batch | K drafts | R = K+1 rows | T prompt tokens of a chun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from outrider.model.batch import DecodeBatch, PromptChunk
 from outrider.model.cache import GdnStates, KvPages
 from outrider.model.config import ModelConfig, RunConfig
-from outrider.model.edits import NO_FEATURES, SamplingFeatures
 from outrider.model.mtp import MtpDraft
 from outrider.model.plan import storages
 from outrider.model.qwen3_5 import Qwen35
@@ -28,64 +27,8 @@ from outrider.parallel.device import Device
 from outrider.parallel.operands import GatheredSlots
 from outrider.parallel.vocab import Fp8Head, LMHead
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeBatch:
-    """Who takes part in an iteration, decided by the host."""
-
-    slots: Tensor
-    """[B] int64, padding slots included"""
-    limits: Tensor
-    """[B] int64: drafts each slot takes, at most K"""
-    num_drafts: int
-    """K of this iteration"""
-    width: int
-    """Most rows any slot kept in its last pass: rows of draft pass 0"""
-    waiting: int
-    """Most rows whose factors wait to be folded; 0 when all slots come from prefill"""
-    num_pages: int
-    sampled: Tensor | None
-    """Indices into `slots` of those that need all logits; None when (value, id) pairs will do"""
-    features: SamplingFeatures = NO_FEATURES
-    """What they need them for"""
-    reach: tuple[list[int], ...] | None = None
-    """Rows.reach of each draft pass, then of the verify pass"""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What decides the shape of the work, so that it is captured once for each."""
-        shape = (len(self.slots), self.num_drafts)
-        return shape if self.sampled is None else (*shape, len(self.sampled), self.features)
-
-    def reach_of(self, index: int) -> list[int] | None:
-        return self.reach[index] if self.reach else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptChunk:
-    """Prompt tokens of some slots, padded to one width."""
-
-    slots: Tensor
-    """[B] int64"""
-    tokens: Tensor
-    """[B, T] int64"""
-    following: Tensor
-    """[B, T] int64: tokens shifted left by one; 0 where the next token is not known yet"""
-    first: Tensor
-    """[B] int64: position of the first token"""
-    counts: Tensor
-    """[B] int64: real tokens"""
-    known: Tensor
-    """[B] int64: rows whose following token is known (counts, less one at a prompt's end)"""
-    ends: Tensor | None
-    """Indices into `slots` of prompts that end here; None when none does"""
-    num_pages: int
-    sampled: Tensor | None
-    """Indices into `ends` of those that need all logits"""
-    features: SamplingFeatures = NO_FEATURES
-    reach: list[int] | None = None
-    """Rows.reach"""
-
+PICK_ROWS = 64
+"""Rows whose logits are held at once: each takes a dozen times V numbers while it is picked."""
 
 RunPiece = Callable[[int | str, Callable[[], Any]], Any]
 """(name, work) -> what the work returns. A number names a draft pass, "drafts" and "verify" the
@@ -120,7 +63,7 @@ class MtpDrafter:
 
     def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
         table = self.slots.table_of(chunk.slots, chunk.num_pages)
-        rows = self.slots.rows(chunk.slots, chunk.first, chunk.known, hidden.shape[1], table)
+        rows = self.slots.rows(chunk.slots, chunk.first, chunk.draft_counts, hidden.shape[1], table)
         self.draft.write_kv(hidden, chunk.following, rows)
         self.slots.backlog.clear(chunk.slots)
 
@@ -146,8 +89,10 @@ class MtpDrafter:
 
     def _first_pass(self, batch: DecodeBatch, at: GatheredSlots) -> tuple[Tensor, Tensor]:
         """The rows kept by the last pass -> hidden [B, 1, H] and draft [B]."""
-        reach = batch.reach_of(0)
-        rows = self.slots.rows(batch.slots, at.start, at.kept, batch.width, at.table, reach=reach)
+        host_lengths = batch.host_lengths_of(0)
+        rows = self.slots.rows(
+            batch.slots, at.start, at.kept, batch.max_kept, at.table, host_lengths=host_lengths
+        )
         m = self.draft(at.hidden, at.fresh, rows)
         last = (at.kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
         m = m.gather(1, last)
@@ -158,8 +103,10 @@ class MtpDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Pass i: hidden and draft of the pass before -> the next [B, 1, H] and [B]."""
         slots, one = batch.slots, self.slots.ones[: len(batch.slots)]
-        reach = batch.reach_of(i)
-        rows = self.slots.rows(slots, at.length, one, 1, at.table, shift=i - 1, reach=reach)
+        host_lengths = batch.host_lengths_of(i)
+        rows = self.slots.rows(
+            slots, at.length, one, 1, at.table, shift=i - 1, host_lengths=host_lengths
+        )
         m = self.draft(m, draft.unsqueeze(1), rows)
         return m, self.head.greedy(m.squeeze(1))
 
@@ -232,7 +179,7 @@ class Executor:
             chunk.tokens.shape[1],
             state.table_of(chunk.slots, chunk.num_pages),
             prefill=True,
-            reach=chunk.reach,
+            host_lengths=chunk.host_lengths,
         )
         hidden = self.target(chunk.tokens, rows)
         if self.drafter:
@@ -250,23 +197,27 @@ class Executor:
         return tokens, last
 
     def pick_firsts(self, chunk: PromptChunk, tokens: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-        """What prefill returned -> the tokens, picked anew where a prompt's slot needs logits.
+        """What prefill returned -> tokens [E], picked anew for the slots that need whole logits.
 
-        Where log probabilities are wished, those of such prompts follow (`log_probs`).
+        Where log probabilities are asked for, ids and values [E, 1, 1 + n] follow (`log_probs`).
         """
-        if chunk.sampled is None or chunk.ends is None:
+        if chunk.with_logits is None or chunk.ends is None:
             return (tokens,)
-        state, who = self.slots, chunk.slots[chunk.ends][chunk.sampled]
-        logits, reach = self.head.logits(last[chunk.sampled]), self._span(chunk)
-        picked, *known = state.pick(logits, who, state.length[who], chunk.features, reach)
-        state.last[who] = picked
-        state.fresh[who, 0] = picked
-        return (tokens.index_copy(0, chunk.sampled, picked), *known)
+        state, slots = self.slots, chunk.slots[chunk.ends][chunk.with_logits]
+        picked, *log_probs = self._pick_rows(
+            last[chunk.with_logits], slots, state.length[slots], chunk
+        )
+        state.last[slots] = picked
+        state.fresh[slots, 0] = picked
+        return (
+            tokens.index_copy(0, chunk.with_logits, picked),
+            *(_spread(part.unsqueeze(1), chunk.with_logits, len(tokens)) for part in log_probs),
+        )
 
     def iterate(self, batch: DecodeBatch, run: RunPiece = at_once) -> tuple[Tensor, ...]:
         """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]].
 
-        Where log probabilities are wished, those of the sampled slots' rows follow (`log_probs`).
+        Where log probabilities are asked for, ids and values [B, K+1, 1 + n] follow (`log_probs`).
         """
         at = run("gather_slots", lambda: self._gather_slots(batch))
         if self.drafter:
@@ -277,7 +228,7 @@ class Executor:
 
     def _gather_slots(self, batch: DecodeBatch) -> GatheredSlots:
         table = self.slots.block_table[:, : batch.num_pages]
-        return self.device.ops.gather_slots(batch.slots, self.memory, table, batch.width)
+        return self.device.ops.gather_slots(batch.slots, self.memory, table, batch.max_kept)
 
     def _verify(self, batch: DecodeBatch, at: GatheredSlots, drafts: Tensor) -> tuple[Tensor, ...]:
         slots, ops, k = batch.slots, self.device.ops, batch.num_drafts
@@ -289,45 +240,66 @@ class Executor:
             at.table,
             more=1,
             fold=at.fold,
-            waiting=batch.waiting,
-            reach=batch.reach_of(-1),
+            max_fold=batch.max_fold,
+            host_lengths=batch.host_lengths_of(-1),
         )
         tokens = torch.cat((at.last.unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
-        targets, *known = self._pick(hidden, batch, at.length, tokens)
+        targets, *log_probs = self._pick(hidden, batch, at.length, tokens)
         if self.check is not None:
             drafts = self.check(drafts, targets)
         kept = ops.accept_commit(slots, drafts, targets, batch.limits, hidden, self.memory)
-        return (targets, kept, *known)
-
-    def _span(self, of: DecodeBatch | PromptChunk) -> int:
-        """Positions that its pages hold."""
-        return of.num_pages * self.run.page_tokens
+        return (targets, kept, *log_probs)
 
     def _pick(
         self, hidden: Tensor, batch: DecodeBatch, length: Tensor, tokens: Tensor
     ) -> tuple[Tensor, ...]:
         """The target's token of every row [B, R]: its argmax, or its draw where a slot samples.
 
-        tokens [B, R]: the rows' own. Then the log probabilities, where wished.
+        tokens [B, R]: the rows' own. Then log probabilities, where asked for, as in `iterate`.
         """
         num_slots, num_rows = hidden.shape[:2]
-        who = batch.sampled
-        if who is None or len(who) < num_slots:
+        places, targets = batch.with_logits, length.new_empty(num_slots, num_rows)
+        if batch.any_greedy:
             targets = self.head.greedy(hidden.flatten(0, 1)).view(num_slots, num_rows)
-        else:
-            targets = length.new_empty(num_slots, num_rows)
-        if who is None:
+        if places is None:
             return (targets,)
-        owners, first = batch.slots[who], length[who]
+        slots, first = batch.slots[places], length[places]
         if batch.features.edited:
-            self.slots.edits.note(owners, first, tokens[who])
+            self.slots.edits.note(slots, first, tokens[places])
         ahead = torch.arange(1, num_rows + 1, device=length.device)
-        picked, *known = self.slots.pick(
-            self.head.logits(hidden[who].flatten(0, 1)),
-            owners.repeat_interleave(num_rows),
+        picked, *log_probs = self._pick_rows(
+            hidden[places].flatten(0, 1),
+            slots.repeat_interleave(num_rows),
             (first.unsqueeze(1) + ahead).flatten(),
-            batch.features,
-            self._span(batch),
+            batch,
         )
-        return (targets.index_copy(0, who, picked.view(len(who), num_rows)), *known)
+        uses = self.slots.needs_logits[slots].unsqueeze(1)
+        picked = torch.where(uses, picked.view(-1, num_rows), targets[places])
+        shaped = [part.view(len(places), num_rows, -1) for part in log_probs]
+        return (
+            targets.index_copy(0, places, picked),
+            *(_spread(part, places, num_slots) for part in shaped),
+        )
+
+    def _pick_rows(
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, of: DecodeBatch | PromptChunk
+    ) -> tuple[Tensor, ...]:
+        """hidden [N, H] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N].
+
+        Then log probabilities [N, 1 + n], where asked for. Few rows at a time: a batch of logits
+        may be larger than what is free beside the model.
+        """
+        num_positions = of.num_pages * self.run.page_tokens
+        parts = [
+            self.slots.pick(self.head.logits(part), owners, places, of.features, num_positions)
+            for part, owners, places in zip(
+                hidden.split(PICK_ROWS), slots.split(PICK_ROWS), positions.split(PICK_ROWS)
+            )
+        ]
+        return tuple(torch.cat(part) for part in zip(*parts))
+
+
+def _spread(part: Tensor, places: Tensor, size: int) -> Tensor:
+    """Rows [n, ...] at `places` [n] of a tensor [size, ...]; the others are zero."""
+    return part.new_zeros(size, *part.shape[1:]).index_copy(0, places, part)

@@ -44,6 +44,7 @@ class SlotTensors:
         self.fresh = integers(slots, rows)
         dtype = getattr(torch, run.dtype)
         self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
+        self.needs_logits = torch.zeros(slots, dtype=torch.bool, device=where)
         self.seed, self.top_k = integers(slots), integers(slots)
         self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
         self.edits = LogitEdits(slots, positions, device, num_eos=len(model.eos_ids))
@@ -72,6 +73,7 @@ class SlotTensors:
         self.block_table[slot, : len(join.pages)] = self.device.send(pages)
         self.seed[slot], self.top_k[slot] = how.seed or 0, how.top_k
         self.temperature[slot] = how.temperature
+        self.needs_logits[slot] = how.needs_logits
         self.top_p[slot], self.min_p[slot] = how.top_p, how.min_p
         self.edits.reset(join)
         self.hidden[slot].zero_()
@@ -92,14 +94,14 @@ class SlotTensors:
         shift: int = 0,
         more: int = 0,
         fold: Tensor | None = None,
-        waiting: int = 0,
+        max_fold: int = 0,
         prefill: bool = False,
-        reach: list[int] | None = None,
+        host_lengths: list[int] | None = None,
     ) -> Rows:
         """Rows from position first + shift of each slot; counts + more of them real, else padding.
 
         slots, first, counts [B] int64; table [B, N]: the slots' pages (`table_of`). A verify pass
-        says how many rows of the last one to fold [B], and how many there may be (waiting).
+        says how many rows of the last one to fold [B], and how many there may be (max_fold).
         """
         cos, sin, page_tokens = self.rotary.cos, self.rotary.sin, self.run.page_tokens
         positions, index, cos, sin, lengths = self.device.ops.locate_rows(
@@ -115,9 +117,9 @@ class SlotTensors:
             cos=cos,
             sin=sin,
             fold=fold,
-            max_fold=waiting,
+            max_fold=max_fold,
             prefill=prefill,
-            host_lengths=reach,
+            host_lengths=host_lengths,
         )
 
     def pick(
@@ -126,14 +128,16 @@ class SlotTensors:
         slots: Tensor,
         positions: Tensor,
         features: SamplingFeatures,
-        reach: int,
+        num_positions: int,
     ) -> tuple[Tensor, ...]:
         """logits [N, V] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N].
 
-        Where log probabilities are wished, those follow as in `log_probs`. reach: no position is
-        beyond it.
+        Where log probabilities are asked for, those follow as in `log_probs`. All positions are
+        below num_positions.
         """
-        edited = self.edits.apply(logits, slots, positions, reach) if features.edited else logits
+        edited = logits
+        if features.edited:
+            edited = self.edits.apply(logits, slots, positions, num_positions)
         tokens = edited.argmax(-1)
         if features.drawn:
             warm = self.temperature[slots]

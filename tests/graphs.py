@@ -15,7 +15,6 @@ from torch import Tensor
 
 from outrider.model.runner import Runner
 from outrider.parallel.device import Capabilities
-from outrider.parallel.graph import Graphs
 from outrider.parallel.operands import GatheredSlots
 
 
@@ -40,10 +39,9 @@ def record(runner: Runner) -> Callable[[], list[Hashable]]:
         return replay, outputs, pool
 
     can = Capabilities(graphs=True)
-    runner.device = replace(runner.device, capabilities=can, capture=capture)
-    runner._graphs = graphs = Graphs(runner.device)
-    runner.buckets = runner.batch_sizes()
-    return lambda: [key for key, (replay, _) in graphs._graphs.items() if replay is not None]
+    runner.use_device(replace(runner.device, capabilities=can, capture=capture))
+    graphs = runner.graphs._graphs
+    return lambda: [key for key, (replay, _) in graphs.items() if replay is not None]
 
 
 def flat(outputs: Any) -> list[Tensor]:

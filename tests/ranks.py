@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.model.batch import DecodeBatch, PromptChunk
 from outrider.model.config import RunConfig, load_config
-from outrider.model.executor import DecodeBatch, PromptChunk, RunPiece
+from outrider.model.executor import RunPiece
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.runner import Runner
 from outrider.model.step import Join, Progress, Sampling

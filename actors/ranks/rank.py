@@ -142,6 +142,7 @@ class Rank:
         num_pages: what every rank has room for.
         """
         from outrider.model.runner import Runner
+        from outrider.model.warmup import warm_up
         from outrider.parallel.devices import open_device
 
         assert self._group is not None
@@ -149,7 +150,7 @@ class Rank:
         device = open_device(self.setup.device, self._index, self._group)
         run = replace(self.setup.run, num_pages=num_pages)
         self._runner = Runner(run, device, on_load=self._on_load)
-        self._runner.warm_up()
+        warm_up(self._runner)
         if self.setup.cpus is not None:
             pin_process(self.setup.cpus)
         if self.setup.rank == 0 and self._inbox is not None:

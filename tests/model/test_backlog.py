@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.model import backlog
-from outrider.model.executor import DecodeBatch, Drafter, MtpDrafter, RunPiece
+from outrider.model.batch import DecodeBatch
+from outrider.model.executor import Drafter, MtpDrafter, RunPiece
 from outrider.model.runner import Runner
 from outrider.model.step import Sampling
 from outrider.parallel.operands import GatheredSlots

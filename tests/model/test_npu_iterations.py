@@ -10,6 +10,7 @@ import torch
 
 from outrider.model.config import Ablation, ConfigError
 from outrider.model.step import Sampling
+from outrider.model.warmup import warm_up
 from outrider.parallel.device import Device
 from tests.npu import open_fake
 from tests.ranks import ForcedDrafter, Team
@@ -102,7 +103,7 @@ def test_the_host_lists_follow_what_was_kept(folder, plain, monkeypatch) -> None
     team = npu_team(folder, monkeypatch, draft_tokens=4)
     monkeypatch.setattr(team.runners[0].device.ops, "capture", None)
     for runner in team.runners:  # this drafter reads the host's tables: nothing can be captured
-        runner._graphs._eager.update((n, 4) for n in (1, 2, 4))
+        runner.graphs._eager.update((n, 4) for n in (1, 2, 4))
         runner.use_drafter(
             ForcedDrafter(runner, answers, lambda at, i: (at * 7 + i) % 5 != 0 and i < at % 5)
         )
@@ -122,9 +123,9 @@ def test_sampled_requests_run_uncaptured_with_the_same_draws(folder, monkeypatch
 
 def test_warm_up_captures_each_batch_size_and_no_prompt(folder, monkeypatch) -> None:
     runner = npu_team(folder, monkeypatch, draft_tokens=1, max_slots=2).runners[0]
-    runner.warm_up()
-    assert sorted(runner._graphs._graphs) == [(1, 1), (2, 1)]
-    assert all(replay is not None for replay, _ in runner._graphs._graphs.values())
+    warm_up(runner)
+    assert sorted(runner.graphs._graphs) == [(1, 1), (2, 1)]
+    assert all(replay is not None for replay, _ in runner.graphs._graphs.values())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from outrider.model.runner import Runner
 from outrider.model.step import Sampling
@@ -28,18 +27,19 @@ def folder(tmp_path_factory):
     return checkpoints.write(tmp_path_factory.mktemp("padding"), text, weights)
 
 
-def keep_rows(runner: Runner) -> list[Rows]:
-    """From now on, the rows of every pass of target and draft."""
-    slots = runner.executor.slots
-    kept: list[Rows] = []
+def keep_padding_lengths(runner: Runner) -> list[int]:
+    """From now on, the keys that padding attends to in each pass of target and draft."""
+    slots, padding = runner.executor.slots, runner.run.max_slots
+    lengths: list[int] = []
     place: Callable[..., Rows] = slots.rows
 
     def placing(*args: Any, **keys: Any) -> Rows:
-        kept.append(place(*args, **keys))
-        return kept[-1]
+        rows = place(*args, **keys)
+        lengths.extend(rows.lengths[rows.slots == padding].tolist())
+        return rows
 
     slots.rows = placing  # type: ignore[method-assign]
-    return kept
+    return lengths
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -48,20 +48,12 @@ def test_the_padding_slot_stays_at_length_0(folder, captured: bool) -> None:
     team = Team(folder, draft_tokens=K, max_slots=4, batch_buckets=(4,), max_model_len=64)
     (runner,) = team.runners
     keys = record(runner) if captured else None
-    rows = keep_rows(runner)
+    lengths = keep_padding_lengths(runner)
     for start in (0, 40):
         prompts = [[start + n, 7, 9] for n in range(3)]
         outs = serve(runner, [(prompt, Sampling(max_tokens=NUM_NEW)) for prompt in prompts])
         assert all(out.drafted > 0 for out in outs)
     assert keys is None or keys()
-    padding = runner.run.max_slots
-    assert runner.executor.slots.length.tolist()[padding] == 0
-    lengths = [longest_padding(one, padding) for one in rows]
-    assert len([length for length in lengths if length is not None]) > 50
-    assert max(length for length in lengths if length is not None) <= K + 1
-
-
-def longest_padding(rows: Rows, padding: int) -> int | None:
-    """The most keys that a padding row of the pass attends to; None: it has no such row."""
-    lengths: Tensor = rows.lengths[rows.slots == padding]
-    return int(lengths.max()) if len(lengths) else None
+    assert runner.executor.slots.length.tolist()[runner.run.max_slots] == 0
+    assert len(lengths) > 50
+    assert max(lengths) <= K + 1

@@ -1,0 +1,243 @@
+"""The inputs of a forward pass: lists that the host decides on -> tensors on the device.
+
+    PaddedSpans -> BatchPacker.prompt -> PromptChunk
+    RunningRequests and their limits -> BatchPacker.decode -> DecodeBatch
+
+Where graphs are captured, a pass of one shape always reads the same tensors: the packer keeps them
+and copies in the values that have changed, so few of an iteration's cross to the device.
+Shapes: B slots of a batch | K drafts | T prompt tokens of a chunk | E prompts that end in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.model.config import RunConfig
+from outrider.model.edits import CAPTURED_FEATURES, NO_FEATURES, SamplingFeatures
+from outrider.model.plan import pages_for, powers_of_two
+from outrider.model.prefill import PaddedSpans
+from outrider.model.running import RunningRequest
+from outrider.parallel.device import Device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeBatch:
+    """Who takes part in an iteration, decided by the host."""
+
+    slots: Tensor
+    """[B] int64, padding slots included."""
+    limits: Tensor
+    """[B] int64: drafts that each slot takes, at most K."""
+    num_drafts: int
+    """K of this iteration."""
+    max_kept: int
+    """The most rows that any slot kept in its last pass: the rows of draft pass 0."""
+    max_fold: int
+    """The most rows of a slot that wait to be folded into its states; 0 right after prefill."""
+    num_pages: int
+    """Pages of the block tables that the rows can reach."""
+    with_logits: Tensor | None = None
+    """[n] int64: places in `slots` whose rows' whole logits are gathered; None gathers none."""
+    any_greedy: bool = True
+    """False when the rows of every slot are picked from whole logits."""
+    features: SamplingFeatures = NO_FEATURES
+    """What the logits are needed for."""
+    host_lengths: tuple[list[int], ...] | None = None
+    """Rows.host_lengths [B] of each draft pass, then of the verify pass; None without a need."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What decides the shape of the work; an iteration is captured once for each."""
+        shape = (len(self.slots), self.num_drafts)
+        return shape if self.with_logits is None else (*shape, self.features)
+
+    def host_lengths_of(self, index: int) -> list[int] | None:
+        """Of draft pass `index`; -1 is the verify pass."""
+        return self.host_lengths[index] if self.host_lengths else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptChunk:
+    """Prompt tokens of some slots, padded to one width."""
+
+    slots: Tensor
+    """[B] int64."""
+    tokens: Tensor
+    """[B, T] int64."""
+    following: Tensor
+    """[B, T] int64: tokens shifted left by one; 0 where the next token is not known yet."""
+    first: Tensor
+    """[B] int64: position of the first token."""
+    counts: Tensor
+    """[B] int64: real tokens."""
+    draft_counts: Tensor
+    """[B] int64: rows that the draft sees, those whose next token is known: counts, less one at a
+    prompt's end."""
+    ends: Tensor | None
+    """[E] int64: places in `slots` of prompts that end here; None when none does."""
+    num_pages: int
+    with_logits: Tensor | None = None
+    """[n] int64: places in `ends` of those that need whole logits; None when none does."""
+    features: SamplingFeatures = NO_FEATURES
+    host_lengths: list[int] | None = None
+    """Rows.host_lengths [B], where the device wants it."""
+
+
+class BatchPacker:
+    """Packs for one rank; max_pages: of a slot's block table."""
+
+    def __init__(self, run: RunConfig, device: Device, max_pages: int) -> None:
+        self.run, self.device, self.max_pages = run, device, max_pages
+        captured = powers_of_two(1, run.max_slots) if device.capabilities.graphs else ()
+        self.sizes = run.batch_buckets or captured
+        """Sizes that a batch is padded to, rising; empty: no padding."""
+        self._batches: dict[tuple[object, ...], DecodeBatch] = {}
+        self._sent: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
+        """By shape: the batch that a captured iteration reads; slots and limits that it holds."""
+        self._chunks: dict[int, PromptChunk] = {}
+        """By width: the chunk that a captured prefill reads."""
+
+    def decode(
+        self, requests: Sequence[RunningRequest], limits: Sequence[int], depth: int
+    ) -> DecodeBatch:
+        """An iteration over `requests`: request i takes limits[i] drafts, at most `depth`."""
+        run, can = self.run, self.device.capabilities
+        num_drafts = run.draft_tokens if run.pin_rows else depth if can.graphs else max(limits)
+        size = next((n for n in self.sizes if n >= len(requests)), len(requests))
+        padding = size - len(requests)
+        slots = [r.slot for r in requests] + [run.max_slots] * padding
+        padded_limits = [*limits, *[0] * padding]
+        with_logits = [i for i, r in enumerate(requests) if r.sampling.needs_logits]
+        features = SamplingFeatures.of([requests[i].sampling for i in with_logits])
+        if can.graphs and (can.sampled_graphs or not with_logits):
+            features = features.captured_as()
+            return self._standing(slots, padded_limits, num_drafts, features, requests)
+        last_rows = max(r.last_rows for r in requests)
+        rows = run.draft_tokens + 1
+        num_positions = rows + max(r.num_tokens + r.in_flight * rows for r in requests)
+        return DecodeBatch(
+            slots=self._ints(slots),
+            limits=self._ints(padded_limits),
+            num_drafts=num_drafts,
+            max_kept=max(1, last_rows),
+            max_fold=last_rows,
+            num_pages=min(pages_for(num_positions, run.page_tokens), self.max_pages),
+            with_logits=self._ints(with_logits) if with_logits else None,
+            any_greedy=len(with_logits) < size,
+            features=features,
+            host_lengths=self._host_lengths(requests, size, num_drafts, max(1, last_rows)),
+        )
+
+    def captured_batches(self) -> Iterator[DecodeBatch]:
+        """A batch of padding alone for each shape that decode() packs for a captured iteration."""
+        run, can = self.run, self.device.capabilities
+        varies = run.auto_depth and not run.pin_rows
+        depths = range(run.draft_tokens + 1) if varies else (run.draft_tokens,)
+        for size in self.sizes if can.graphs else ():
+            for depth in depths:
+                for features in CAPTURED_FEATURES if can.sampled_graphs else (NO_FEATURES,):
+                    yield self._standing([run.max_slots] * size, [0] * size, depth, features, ())
+
+    def _standing(
+        self,
+        slots: list[int],
+        limits: list[int],
+        num_drafts: int,
+        features: SamplingFeatures,
+        requests: Sequence[RunningRequest],
+    ) -> DecodeBatch:
+        """The batch whose tensors and lists a captured iteration reads, with these values in them.
+
+        Its numbers of rows and pages are the most there can be: counts on the device say how many
+        are real. Logits are gathered of all slots or of none; the device knows who uses them.
+        """
+        width, size = self.run.draft_tokens + 1, len(slots)
+        host_lengths = self._host_lengths(requests, size, num_drafts, width)
+        key = (size, num_drafts, features)
+        if key not in self._batches:
+            self._batches[key] = DecodeBatch(
+                slots=self._ints(slots),
+                limits=self._ints(limits),
+                num_drafts=num_drafts,
+                max_kept=width,
+                max_fold=width,
+                num_pages=self.max_pages,
+                with_logits=None if features == NO_FEATURES else self._ints(range(size)),
+                features=features,
+                host_lengths=host_lengths,
+            )
+            self._sent[key] = slots, limits
+        batch, (old_slots, old_limits) = self._batches[key], self._sent[key]
+        for standing, lengths in zip(batch.host_lengths or (), host_lengths or ()):
+            standing[:] = lengths
+        if slots != old_slots:
+            batch.slots.copy_(self._ints(slots))
+        if limits != old_limits:
+            batch.limits.copy_(self._ints(limits))
+        self._sent[key] = slots, limits
+        return batch
+
+    def _host_lengths(
+        self, requests: Sequence[RunningRequest], size: int, num_drafts: int, max_kept: int
+    ) -> tuple[list[int], ...] | None:
+        """DecodeBatch.host_lengths where the device wants it; padding starts in the null page.
+
+        Only a first token may be in flight: the rest follows from results that were read.
+        """
+        if not self.device.capabilities.host_lengths:
+            return None
+        lengths = [r.position for r in requests]
+        padding = size - len(requests)
+        first = [n - r.kept + max_kept for n, r in zip(lengths, requests)] + [max_kept] * padding
+        later = [[n + i for n in lengths] + [1] * padding for i in range(1, num_drafts)]
+        rows = num_drafts + 1
+        return first, *later, [n + rows for n in lengths] + [rows] * padding
+
+    def prompt(self, group: PaddedSpans) -> PromptChunk:
+        """The chunk that runs these spans, each padded to the group's width."""
+        spans, width, tokens, following = group.spans, group.width, [], []
+        for span in spans:
+            prompt = span.request.prompt
+            tokens.append(_padded(prompt[span.start : span.stop], width))
+            following.append(_padded(prompt[span.start + 1 : span.stop + 1], width))
+        ends = [i for i, span in enumerate(spans) if span.ends_prompt]
+        samplings = [spans[i].request.sampling for i in ends]
+        with_logits = [j for j, sampling in enumerate(samplings) if sampling.needs_logits]
+        longest = max(span.stop for span in spans)
+        return PromptChunk(
+            slots=self._ints([span.request.slot for span in spans]),
+            tokens=self._ints(tokens),
+            following=self._ints(following),
+            first=self._ints([span.start for span in spans]),
+            counts=self._ints([span.count for span in spans]),
+            draft_counts=self._ints([span.count - span.ends_prompt for span in spans]),
+            ends=self._ints(ends) if ends else None,
+            num_pages=pages_for(longest, self.run.page_tokens),
+            with_logits=self._ints(with_logits) if with_logits else None,
+            features=SamplingFeatures.of([samplings[j] for j in with_logits]),
+            host_lengths=[longest] if self.device.capabilities.host_lengths else None,
+        )
+
+    def standing_prompt(self, fresh: PromptChunk) -> PromptChunk:
+        """The chunk whose tensors a captured prefill of this width reads, with these values."""
+        width = fresh.tokens.shape[1]
+        if width not in self._chunks:
+            ends = self._ints([0])  # always computed; it means something where a prompt ends
+            self._chunks[width] = replace(fresh, num_pages=self.max_pages, ends=ends)
+        chunk = self._chunks[width]
+        for name in ("slots", "tokens", "following", "first", "counts", "draft_counts"):
+            getattr(chunk, name).copy_(getattr(fresh, name))
+        return chunk
+
+    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        # Through numpy: torch.tensor takes four times as long over a list of a prompt's length.
+        return self.device.send(torch.from_numpy(np.array(values, dtype=np.int64)))
+
+
+def _padded(tokens: list[int], width: int) -> list[int]:
+    return tokens + [0] * (width - len(tokens))
