@@ -59,6 +59,8 @@ class Runner:
             ablation.undo(self.executor)
         self.slots = SlotTable()
         self.depth = run.draft_tokens
+        self.num_drafts = 0
+        """Drafts of the iteration whose results the last step returned."""
         self._in_flight: deque[InFlightStep] = deque()
         self.use_device(device)
 
@@ -81,6 +83,12 @@ class Runner:
     def has_work(self) -> bool:
         """True while a request waits for tokens or a result waits to be read."""
         return bool(self.slots or self._in_flight)
+
+    @property
+    def draft_limit(self) -> int:
+        """The most drafts that an iteration may make for any request here."""
+        limit = self.slots.draft_limit()
+        return self.run.draft_tokens if limit is None else limit
 
     def digest(self) -> int:
         """SlotTable.digest: ranks that hold different requests differ in it."""
@@ -133,7 +141,9 @@ class Runner:
         for request in requests:
             request.launch_rows(batch.num_drafts + 1)
         fetched = self.device.fetch(results)
-        return InFlightStep(firsts, InFlight(fetched, requests, limits, batch.num_drafts))
+        return InFlightStep(
+            firsts, InFlight(fetched, requests, limits, min(batch.num_drafts, self.depth))
+        )
 
     def _launch_prompt(self, group: PaddedSpans) -> InFlight | None:
         """Enqueue a chunk; -> the first tokens of the prompts that end in it, if any does.
@@ -190,6 +200,7 @@ class Runner:
         if step.iteration is None:
             return progress
         iteration = step.iteration
+        self.num_drafts = iteration.num_drafts
         targets, kept, *log_probs = iteration.results.wait()
         rows = zip(iteration.requests, iteration.limits, targets.tolist(), kept.tolist())
         for place, (request, limit, tokens, count) in enumerate(rows):

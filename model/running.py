@@ -98,10 +98,13 @@ class SlotTable:
         return self._requests.get(slot)
 
     def add(self, join: Join, max_draft_tokens: int) -> None:
-        """Fill a slot, which must be free; a request makes `max_draft_tokens` drafts at most."""
+        """Fill a slot, which must be free; a request makes `max_draft_tokens` drafts at most.
+
+        An iteration yields one token more than it keeps drafts, and the prompt yields the first.
+        """
         assert join.slot not in self._requests, f"slot {join.slot} is taken"
-        own = join.sampling.draft_tokens
-        limit = max_draft_tokens if own is None else min(own, max_draft_tokens)
+        own, useful = join.sampling.draft_tokens, max(0, join.sampling.max_tokens - 2)
+        limit = min(max_draft_tokens if own is None else own, max_draft_tokens, useful)
         self._requests[join.slot] = RunningRequest(join, limit)
 
     def remove(self, leave: Leave) -> None:
@@ -163,6 +166,10 @@ class SlotTable:
             )
         ]
 
+    def draft_limit(self) -> int | None:
+        """The most drafts that an iteration may make for any request; None without a request."""
+        return max((r.draft_tokens for r in self._requests.values()), default=None)
+
     def digest(self) -> int:
         """63 bits that say who sits where and how far along; equal on all ranks."""
         table = [
@@ -187,7 +194,7 @@ class InFlight:
     limits: list[int] = field(default_factory=list)
     """Of an iteration: the drafts that each request took."""
     num_drafts: int = 0
-    """Of an iteration: the drafts that it made for each of them."""
+    """Of an iteration: the drafts that it made for each of them and that they could take."""
 
 
 @dataclass(frozen=True, slots=True)

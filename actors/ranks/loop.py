@@ -32,6 +32,10 @@ class Steps(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def draft_limit(self) -> int: ...
+    @property
+    def num_drafts(self) -> int: ...
     def apply(self, commands: Sequence[Join | Leave]) -> None: ...
     def step(self) -> list[Progress]: ...
     def limit_drafts(self, depth: int) -> None: ...
@@ -69,7 +73,7 @@ class RankLoop:
         unstarted: set[int] = set()  # joined, but without a token: their prefill goes on
         for seq in count():
             commands, stop = self._read_inbox()
-            depth = self._depth and self._depth.choose()
+            depth = self._depth and self._depth.choose(self._runner.draft_limit)
             digest = self._runner.digest()
             plan = StepPlan(seq=seq, commands=commands, digest=digest, stop=stop, depth=depth)
             for follower in followers:
@@ -87,7 +91,7 @@ class RankLoop:
             iteration += 1
             self._connection.send(StepEvent(iteration, step_s, progress, depth))
             if self._depth and not unstarted:
-                self._depth.note(step_s, progress)
+                self._depth.note(step_s, progress, self._runner.num_drafts)
             unstarted.difference_update(p.request for p in progress)
 
     def _read_inbox(self) -> tuple[list[Join | Leave], bool]:

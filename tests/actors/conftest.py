@@ -60,6 +60,7 @@ class Counting:
 
     def __init__(self, draft_tokens: int = 3, chunk: int = 8, step_s: float = 0.0) -> None:
         self.draft_tokens, self.chunk, self.step_s = draft_tokens, chunk, step_s
+        self.most_drafts = draft_tokens
         self.slots: dict[int, Join] = {}
         self.prefilled: dict[int, int] = {}
         self.emitted: dict[int, int] = {}
@@ -72,6 +73,15 @@ class Counting:
     @property
     def has_work(self) -> bool:
         return bool(self.slots)
+
+    @property
+    def draft_limit(self) -> int:
+        own = [join.sampling.draft_tokens for join in self.slots.values()]
+        return max((self.most_drafts if k is None else k for k in own), default=self.most_drafts)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.draft_tokens
 
     def apply(self, commands: Sequence[Join | Leave]) -> None:
         self.applied.append(list(commands))

@@ -7,22 +7,34 @@ from collections import Counter
 
 import pytest
 
-from outrider.actors.ranks.depth import PROBE_EVERY, Depth
+from outrider.actors.ranks.depth import MIN_PROBE_STEPS, Depth
 from outrider.model.step import Progress
 from tests.actors.conftest import Counting, ThreadRanks
 from tests.actors.driver.test_driver import answer, ask, driving, run
 
 
 def live(
-    depth: Depth, steps: int, *, chance: float, draft_s: float, slots: int = 1, seed: int = 0
+    depth: Depth,
+    steps: int,
+    *,
+    chance: float,
+    draft_s: float,
+    slots: int = 1,
+    seed: int = 0,
+    limit: int = 5,
+    end_every: int = 10**9,
 ) -> tuple[Counter[int], float, float]:
     """Steps in a world where a pass takes 1 s and each draft draft_s (5 % noise).
 
+    No request takes more than `limit` drafts, and every `end_every` steps all are near their ends:
+    then an iteration makes one draft at most, whatever was chosen.
     -> how often each depth ran, tokens and seconds in all.
     """
     dice, ran, tokens, seconds = random.Random(seed), Counter[int](), 0.0, 0.0
-    for _ in range(steps):
-        k = depth.choose()
+    for step in range(1, steps + 1):
+        k = depth.choose(limit)
+        assert k <= limit
+        k = k if step % end_every else min(k, 1)
         ran[k] += 1
         progress = []
         for slot in range(slots):
@@ -32,7 +44,7 @@ def live(
         step_s = (
             (1.0 + draft_s * k) * dice.uniform(0.95, 1.05) * (20 if dice.random() < 0.005 else 1)
         )
-        depth.note(step_s, progress)
+        depth.note(step_s, progress, k)
         seconds += min(step_s, 3.0)
     return ran, tokens, seconds
 
@@ -62,19 +74,50 @@ def test_it_notices_that_drafts_have_become_good_or_bad():
     depth = Depth(5)
     live(depth, 1000, chance=0.0, draft_s=0.1)
     assert depth.depth == 0
-    live(depth, 12 * PROBE_EVERY, chance=0.95, draft_s=0.1, seed=1)
+    live(depth, 12 * MIN_PROBE_STEPS, chance=0.95, draft_s=0.1, seed=1)
     ran, _, _ = live(depth, 400, chance=0.95, draft_s=0.1, seed=2)
     assert ran[5] + ran[4] > 300
     ran, _, _ = live(depth, 400, chance=0.0, draft_s=0.1, seed=3)
     assert ran[0] > 250
 
 
-def test_requests_that_want_fewer_drafts_do_not_count_as_a_depths_time():
+def test_clients_that_cap_their_drafts_get_the_best_depth_below_the_cap():
+    """Few drafts are kept, so 0 is best; then the cap goes, and drafts have become good."""
+    depth = Depth(5)
+    live(depth, 400, chance=0.067, draft_s=0.2, limit=2)
+    ran, _, _ = live(depth, 2640, chance=0.067, draft_s=0.2, limit=2, seed=1)
+    assert ran[0] >= 0.9 * 2640, ran
+    assert set(ran) == {0, 1, 2}
+    live(depth, 12 * MIN_PROBE_STEPS, chance=0.95, draft_s=0.1, seed=2)
+    ran, _, _ = live(depth, 400, chance=0.95, draft_s=0.1, seed=3)
+    assert ran[5] + ran[4] > 300, ran
+
+
+def test_a_cap_that_comes_and_goes_keeps_both_depths():
+    depth = Depth(5)
+    live(depth, 400, chance=0.95, draft_s=0.1)
+    for seed in range(5):
+        ran, _, _ = live(depth, 100, chance=0.95, draft_s=0.1, limit=2, seed=seed)
+        assert ran[2] > 80, ran
+        ran, _, _ = live(depth, 100, chance=0.95, draft_s=0.1, seed=seed)
+        assert ran[5] > 80, ran
+
+
+def test_a_step_counts_for_the_depth_that_ran_not_for_the_one_chosen():
+    """Near their ends requests take fewer drafts; such steps are short and bring fewer tokens."""
+    depth = Depth(5)
+    live(depth, 400, chance=0.95, draft_s=0.4, end_every=3)
+    for k in range(6):
+        seconds = depth._seconds[1, k]
+        assert seconds == pytest.approx(1.0 + 0.4 * k, rel=0.05), k
+
+
+def test_a_chosen_depth_that_never_runs_stays_unknown():
     depth = Depth(3)
     for _ in range(50):
-        depth.choose()
-        depth.note(1.0, [Progress(0, 0, [1], drafted=0, accepted=0)])
-    assert depth.choose() == 3  # nothing is known of it yet
+        depth.choose(3)
+        depth.note(1.0, [Progress(0, 0, [1], drafted=0, accepted=0)], 0)
+    assert depth.choose(3) == 3
 
 
 def test_all_ranks_run_the_leaders_depth_and_tokens_stay():
