@@ -10,6 +10,7 @@ ranks: kernels/one_shot.py for few rows, kernels/two_shot.py for more, and NCCL 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -129,9 +130,11 @@ def _few_bf16(x: Tensor, most: int = matmul.MAX_ROWS) -> bool:
 def _chunk_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """flash-linear-attention's chunked gated delta rule, or None where it is not installed."""
     try:
-        from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
-            chunk_gated_delta_rule,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of optional packages that we do not use
+            from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+                chunk_gated_delta_rule,
+            )
     except ImportError:
         log.warning("fla-core is not installed: prompts of GDN layers run as plain torch, slowly")
         return None
