@@ -1,9 +1,10 @@
-"""Gated full attention, one of every four layers, and the draft's only one.
+"""Gated full attention: one of every four layers of the target, and the only one of the draft.
 
-    x -> q, gate, k, v -> per-head norm -> rotary -> paged attention -> * sigmoid(gate) -> o_proj
+    x -> q, k, v, gate -> norm by head -> rotary -> paged attention -> * sigmoid(gate) -> o_proj
 
-q_proj holds, head by head, d rows of q and then d rows of gate; at load its rows are reordered into
-one matrix [q | k | v | gate], so that q and k share their norm and rotary. Memory: KvPages.
+The checkpoint's q_proj holds, for each head, d rows of q and then d rows of gate. When the layer is
+built they are reordered into one matrix [q | k | v | gate], so that one operation norms and rotates
+both q and k. Keys and values are written to KvPages.
 Shapes: B slots | R rows | H hidden | n query heads, m kv heads of this rank | d head width
 """
 
@@ -21,7 +22,7 @@ from outrider.parallel.operands import PartialSum, Rows
 
 
 class Attention:
-    """Layer `index` of `pages`; sharded by heads over `device.tp`."""
+    """This rank's heads of one layer, whose keys and values are layer `index` of `pages`."""
 
     def __init__(
         self, config: ModelConfig, params: Params, pages: KvPages, index: int, device: Device

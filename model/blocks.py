@@ -1,9 +1,9 @@
-"""The parts every layer shares: norm, MLP, rotary table, residual block.
+"""The parts that all layers have: norms, MLP, residual block, rotary table.
 
-    x -> x + mixer(norm(x)) -> x + mlp(norm(x))
+    x -> x + mixer(norm(x)) -> x + mlp(norm(x)), where x is the residual stream
 
-Parameters carry the checkpoint's names; matrices that read the same input are merged at load and
-their output is used through views.
+Attributes carry the names of the checkpoint's parameters. Matrices that read the same input are
+merged into one when a layer is built, and views of its output are used.
 Shapes: B slots | R rows | H hidden | i this rank's MLP columns
 """
 
@@ -20,16 +20,16 @@ from outrider.parallel.linear import RowLinear
 from outrider.parallel.operands import PartialSum, Rows
 
 Params = Mapping[str, Tensor]
-"""Tensors of this rank by name, relative to the module that takes them."""
+"""Tensors of this rank by name. The names start below the module that takes the tensors."""
 
 
 def under(params: Params, prefix: str) -> dict[str, Tensor]:
-    """The tensors whose name starts with `prefix`, without it."""
+    """The tensors whose names start with `prefix`, by the rest of their names."""
     return {name[len(prefix) :]: t for name, t in params.items() if name.startswith(prefix)}
 
 
 class RmsNorm:
-    """Zero-centred RMSNorm: y = x / rms(x) * (1 + weight); weight float32, used as 1 + weight."""
+    """Zero-centred RMSNorm: y = x / rms(x) * (1 + weight), weight float32; keeps 1 + weight."""
 
     def __init__(self, weight: Tensor, eps: float, device: Device) -> None:
         self.scale, self.eps, self.ops = weight + 1.0, eps, device.ops
@@ -37,13 +37,14 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.scale, self.eps)
 
-    def after(self, part: PartialSum, x: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (norm of the residual stream, the stream: x + the sum of every rank's part)."""
+    def sum_add(self, part: PartialSum, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the sum over ranks of `part` to the residual stream x; -> (norm of the stream, the
+        stream)."""
         return self.ops.sum_add_rms_norm(part, x, self.scale, self.eps)
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix [2i, H]."""
+    """down(silu(gate(x)) * up(x)), where gate and up are one matrix [2i, H]."""
 
     def __init__(self, params: Params, device: Device) -> None:
         self.gate_up = torch.cat((params["gate_proj.weight"], params["up_proj.weight"]))
@@ -56,7 +57,7 @@ class Mlp:
 
 
 class Block:
-    """One decoder layer around a mixer (attention or GDN)."""
+    """One decoder layer around a mixer, which is its attention or its delta net."""
 
     def __init__(
         self,
@@ -79,15 +80,16 @@ class Block:
         The sum over the ranks is left to the norm that reads it: a backend does both in one
         operation.
         """
-        normed, x = self.post_attention_layernorm.after(self.mixer(normed, rows), x)
+        normed, x = self.post_attention_layernorm.sum_add(self.mixer(normed, rows), x)
         return self.mlp(normed), x
 
 
 class RotaryTable:
-    """cos and sin of every position, float32 [positions, rotary]; NeoX halves.
+    """Cosine and sine of the angles of every position, float32 [positions, rotary].
 
-    Qwen3.5's interleaved multi-axis rotary gives all axes the same position for text, which is
-    this ordinary one (checked against transformers).
+    The angles of the left half are repeated in the right half (NeoX's layout). Qwen3.5's rotary
+    has several interleaved axes, which for text all have the same position: that is this ordinary
+    rotary (compared with transformers).
     """
 
     def __init__(self, config: AttentionConfig, num_positions: int, device: Device) -> None:

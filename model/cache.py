@@ -1,11 +1,12 @@
-"""What a rank remembers of its slots: KV pages, GDN states, and the rows of one forward pass.
+"""The memory of a rank's layers: keys and values in pages, delta net states by slot.
 
-    Rows (who, where) + KvPages + GdnStates -> layers read and write -> accept_commit (Ops)
+    Rows (parallel/operands.py) -> layers read and write both -> Ops.accept_commit keeps some rows
 
-A forward pass may write more than will be kept. KV: lengths rewind and stale rows are overwritten.
-GDN: the state S_0 stays, the rows' factors wait beside it, and the next pass first folds `kept` of
-them; the conv window keeps W-1 rows before them. The last slot, and page 0, are padding.
-Shapes: S slots + 1 | B batch | R rows, X most rows a pass leaves | P pages | others: device.py
+A pass may write rows that are not kept afterwards. Of keys and values, the length of the slot
+shrinks again and later rows overwrite them. Of a delta net, the state before the pass stays as it
+is, with the factors of the pass's rows beside it; the next pass first folds those of the kept rows
+into the state. The last slot and page 0 are padding.
+Shapes: as in parallel/operands.py, with S = max_slots + 1
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ NULL_PAGE = 0
 
 
 class KvPages:
-    """Paged keys and values of `num_layers` layers with this rank's kv heads."""
+    """Keys and values of some layers, with this rank's heads: k and v are [layers, pages,
+    page_tokens, heads, head_dim]."""
 
     def __init__(
         self, num_layers: int, num_kv_heads: int, head_dim: int, run: RunConfig, device: Device
@@ -35,7 +37,7 @@ class KvPages:
 
 
 class GdnStates:
-    """States, waiting factors and conv windows of the GDN layers, by slot; float32 states."""
+    """Memory of the delta net layers, by layer and slot: GdnLayer says what each tensor holds."""
 
     def __init__(self, model: ModelConfig, run: RunConfig, device: Device) -> None:
         gdn, size = model.gdn, device.tp.size
@@ -48,15 +50,15 @@ class GdnStates:
 
         self.state = zeros(heads, gdn.head_k_dim, gdn.head_v_dim)
         width = key_heads * gdn.head_k_dim + heads * (gdn.head_v_dim + 1)
-        self.factors = zeros(rows, width)  # k, delta and g of each waiting row
+        self.factors = zeros(rows, width)
         self.conv = zeros(gdn.conv_kernel - 1 + rows, channels, dtype=getattr(torch, run.dtype))
-        self.kept = torch.zeros(slots, dtype=torch.int64, device=device.torch_device)
+        self.fold = torch.zeros(slots, dtype=torch.int64, device=device.torch_device)
 
     def tensors(self) -> list[Tensor]:
         return [self.state, self.factors, self.conv]
 
     def reset(self, slot: int) -> None:
-        """Forget a slot's last tenant: a new one starts from zero state and zero history."""
+        """Zero a slot's states and conv windows, for a new request."""
         for tensor in self.tensors():
             tensor[:, slot].zero_()
-        self.kept[slot] = 0
+        self.fold[slot] = 0

@@ -123,7 +123,7 @@ class Executor:
         """(drafts, targets) -> drafts, before they are compared; an ablation's."""
         self.slots = SlotTensors(model, run, device)
         self.states = GdnStates(model, run, device)
-        self.memory = self.slots.memory(fold=self.states.kept)
+        self.memory = self.slots.memory(fold=self.states.fold)
         heads = model.attention
         self.pages = KvPages(
             len(model.full_layers), heads.kv_heads_of(size), heads.head_dim, run, device
@@ -184,7 +184,7 @@ class Executor:
         hidden = self.target(chunk.tokens, rows)
         if self.drafter:
             self.drafter.prefill(chunk, hidden)
-        self.states.kept.index_fill_(0, chunk.slots, 0)
+        self.states.fold.index_fill_(0, chunk.slots, 0)
         state.length[chunk.slots] = chunk.first + chunk.counts
         if chunk.ends is None:
             return None

@@ -1,10 +1,11 @@
-"""Gated DeltaNet: the linear attention in three of every four Qwen3.5 layers.
+"""The gated delta net: linear attention, in three of every four Qwen3.5 layers.
 
     x -> in_proj (q k v | z | b | a) -> causal conv (q k v) -> gated delta rule -> norm * z -> out
 
-Verify: fold what the last pass kept, run R rows in chunk form, leave their factors waiting.
-Prefill: the same rows in chunks, each folded at once. Memory: GdnStates.
-Shapes: B slots | R rows | H hidden | k, h this rank's key and value heads | C = 2k Dk + h Dv
+A verify pass folds the kept rows of the last pass into the state, runs its own R rows and stores
+their factors, since it is not known yet which of them are kept. A prompt's rows are folded at once.
+Both are one operation each (Ops.gdn_verify, Ops.gdn_prefill), over the layer's part of GdnStates.
+Shapes: B slots | R rows | H hidden
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from outrider.parallel.operands import GdnLayer, PartialSum, Rows
 
 
 class GatedDeltaNet:
-    """Layer `index` of `states`; sharded by heads over `device.tp`."""
+    """This rank's heads of one layer, whose memory is layer `index` of `states`."""
 
     def __init__(
         self, config: ModelConfig, params: Params, states: GdnStates, index: int, device: Device

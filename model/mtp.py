@@ -1,9 +1,10 @@
-"""The draft: Qwen3.5's multi-token-prediction layer, one full-attention block.
+"""The draft: Qwen3.5's multi-token-prediction layer, which is one block with full attention.
 
-    (embed(x_{t+1}), h_t) -> norms -> fc([e | n]) -> block with its own KV -> norm -> m_t
+    token x_{t+1}, hidden h_t -> embed, norms -> fc -> block with its own KV -> norm -> m_t
 
-m_t predicts x_{t+2} through an LM head, and is the hidden of the next pass. Pair t sits at position
-t, the hidden's. With a group of one (the default) no rank waits for another in here.
+An LM head predicts x_{t+2} from m_t, and m_t takes the place of the hidden in the next pass. The
+row of h_t and x_{t+1} has position t. With the draft whole on each rank (a group of one, the
+default) nothing in here is communicated.
 Shapes: B slots | R rows | H hidden
 """
 
@@ -20,7 +21,7 @@ from outrider.parallel.operands import Rows
 
 
 class MtpDraft:
-    """One rank's draft body; `embedding` [V, H] is its own table or the target's."""
+    """One rank's draft; `embedding` [V, H] is a table of its own or the target's."""
 
     def __init__(
         self,
@@ -40,15 +41,16 @@ class MtpDraft:
         self.norm = RmsNorm(params["norm.weight"], eps, device)
 
     def __call__(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
-        """hidden [B, R, H] after a final norm, tokens [B, R] that follow it -> m [B, R, H]."""
+        """hidden [B, R, H] after a final norm, and the tokens [B, R] int64 that followed its rows
+        -> m [B, R, H]; writes the rows' keys and values."""
         x = self._input(hidden, tokens)
         part, x = self.layer(self.layer.input_layernorm(x), x, rows)
-        return self.norm.after(part, x)[0]
+        return self.norm.sum_add(part, x)[0]
 
     def write_kv(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> None:
         """Only write the rows' keys and values, which later rows attend to.
 
-        They follow from the pair alone, since the layer is the only one.
+        The layer is the only one, so they depend on each row's own token and hidden alone.
         """
         self.attention.write_kv(self.layer.input_layernorm(self._input(hidden, tokens)), rows)
 

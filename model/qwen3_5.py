@@ -1,9 +1,9 @@
-"""The target network, top to bottom: embedding, hybrid layers, final norm.
+"""The target network: embedding, layers with delta nets and attention, final norm.
 
-    tokens [B, R] -> embed -> 3 x GDN, attention, ... -> norm -> hidden [B, R, H]
+    tokens [B, R] -> embed -> 3 x delta net, attention, 3 x ... -> norm -> hidden [B, R, H]
 
-The hidden after the final norm feeds the LM head (parallel/vocab.py) and the draft (mtp.py).
-The embedding table is whole on every rank: a lookup costs no communication.
+The hidden after the final norm is what the LM head (parallel/vocab.py) and the draft (mtp.py) read.
+Every rank has the whole embedding table, so that a lookup needs no communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.parallel.operands import Rows
 
 
 class Qwen35:
-    """One rank's share of the target; `params` by the checkpoint's names without their prefix."""
+    """One rank's share of the target. `params` have the checkpoint's names, without its prefix."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Qwen35:
                 mixer = GatedDeltaNet(config, under(own, "linear_attn."), states, index, device)
             self.layers.append(Block(own, mixer, config.rms_norm_eps, device))
         self.norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        """Of what each layer leaves: the next one's input norm, at the end the final norm."""
+        """The norm that follows each layer: the input norm of the next, or the final norm."""
 
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """tokens [B, R] int64 -> hidden after the final norm [B, R, H]."""
@@ -51,5 +51,5 @@ class Qwen35:
         normed, x = first.ops.embed_rms_norm(tokens, self.embed_tokens, first.scale, first.eps)
         for layer, norm in zip(self.layers, self.norms, strict=True):
             part, x = layer(normed, x, rows)
-            normed, x = norm.after(part, x)
+            normed, x = norm.sum_add(part, x)
         return normed

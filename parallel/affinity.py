@@ -1,10 +1,10 @@
-"""Which CPUs a process may run on: ranges as text, an even split over ranks, pinning.
+"""Which CPUs a process may run on: ranges as text, an even split over ranks, and pinning.
 
-    "0-3,8" -- parse_cpu_range --> {0, 1, 2, 3, 8} -- pin_process --> every thread of this process
+    "0-3,8" -> parse_cpu_range -> {0, 1, 2, 3, 8} -> pin_process -> every thread of this process
 
-The kernel pins threads, not processes: a thread inherits from the one that made it, so pin before
-torch is imported (memory follows on first touch) and again after start-up, for the threads that
-were there already. Remembers nothing.
+The kernel pins threads, and a new thread inherits the CPUs of the one that started it. So a process
+is pinned before torch is imported, whose threads and memory then lie near these CPUs, and again
+after start-up, for the threads that were already there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TASKS = Path("/proc/self/task")
 
 
 class AffinityError(ValueError):
-    """A CPU range that cannot be read, or that this machine does not have."""
+    """A CPU range that cannot be read, or CPUs that this process may not use."""
 
 
 def parse_cpu_range(text: str) -> frozenset[int]:
-    """CPU numbers of "0-3,8" (bounds included). Raises AffinityError."""
+    """The CPU numbers of a text such as "0-3,8", bounds included. Raises AffinityError."""
     cpus: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
@@ -42,7 +42,7 @@ def parse_cpu_range(text: str) -> frozenset[int]:
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """The shortest range text of some CPUs: the inverse of parse_cpu_range."""
+    """The shortest text for some CPUs, which parse_cpu_range reads back."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and cpu == runs[-1][1] + 1:
@@ -53,19 +53,19 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def can_pin() -> bool:
-    """Whether this system lets a process choose its CPUs (Linux does, macOS does not)."""
+    """Whether a process of this system can choose its CPUs (on Linux yes, on macOS no)."""
     return hasattr(os, "sched_setaffinity")
 
 
 def allowed_cpus() -> frozenset[int]:
-    """CPUs that this thread may run on: the container's or the pinned ones, not the whole box."""
+    """The CPUs that this thread may run on, which containers and pinning restrict."""
     if can_pin():
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def split_evenly(cpus: Iterable[int], parts: int) -> tuple[frozenset[int], ...]:
-    """Neighbouring CPUs stay together; sizes differ by one at most. Raises AffinityError."""
+    """Split CPUs into sets of neighbours, whose sizes differ by at most 1. Raises AffinityError."""
     ordered = sorted(set(cpus))
     if not 1 <= parts <= len(ordered):
         raise AffinityError(f"{len(ordered)} CPUs cannot be split into {parts} parts")
@@ -75,7 +75,7 @@ def split_evenly(cpus: Iterable[int], parts: int) -> tuple[frozenset[int], ...]:
 
 
 def npu_topology() -> str:
-    """What `npu-smi info -t topo` prints; empty where there is no such tool or it fails."""
+    """What `npu-smi info -t topo` prints; "" where there is no such tool or it fails."""
     if shutil.which("npu-smi") is None:
         return ""
     try:
@@ -87,9 +87,10 @@ def npu_topology() -> str:
 
 
 def card_cpus(topology: str, allowed: Iterable[int]) -> dict[int, frozenset[int]]:
-    """Allowed CPUs of each card, by physical number: the last column ("0-23") of the rows NPU<n>.
+    """Allowed CPUs near each NPU, by its physical number.
 
-    Cards with one and the same list split it evenly. A card without a list is left out.
+    They are the last column ("0-23") of the rows NPU<n> of `topology` (npu_topology). NPUs with the
+    same column split its CPUs evenly. An NPU whose column is no CPU range is left out.
     """
     near: dict[frozenset[int], list[int]] = {}
     for row in topology.splitlines():
@@ -105,7 +106,7 @@ def card_cpus(topology: str, allowed: Iterable[int]) -> dict[int, frozenset[int]
 
 
 def usable_cpus(wanted: Iterable[int], allowed: Iterable[int]) -> frozenset[int]:
-    """The wanted CPUs that are allowed. Raises AffinityError when none is."""
+    """The wanted CPUs that are allowed. Raises AffinityError where none is."""
     usable = frozenset(wanted) & frozenset(allowed)
     if not usable:
         raise AffinityError(
@@ -116,9 +117,9 @@ def usable_cpus(wanted: Iterable[int], allowed: Iterable[int]) -> frozenset[int]
 
 
 def pin_process(cpus: Iterable[int]) -> int:
-    """Pin every thread of this process to the allowed ones of `cpus`; returns how many threads.
+    """Pin every thread of this process to those of `cpus` that are allowed; -> how many threads.
 
-    Raises AffinityError when none of them is allowed, or where the system cannot pin.
+    Raises AffinityError where none of them is allowed, or where the system cannot pin.
     """
     if not can_pin():
         raise AffinityError(
@@ -130,7 +131,7 @@ def pin_process(cpus: Iterable[int]) -> int:
     while fresh := {int(task.name) for task in _TASKS.iterdir()} - pinned:
         for thread in fresh:
             _pin_thread(thread, usable)
-        pinned |= fresh  # look again: a thread not yet pinned may have made another
+        pinned |= fresh  # look again: a thread that was not pinned yet may have started another
     return len(pinned)
 
 
@@ -138,4 +139,4 @@ def _pin_thread(thread: int, cpus: frozenset[int]) -> None:
     try:
         os.sched_setaffinity(thread, cpus)
     except ProcessLookupError:
-        return  # it ended meanwhile
+        return  # the thread has ended meanwhile

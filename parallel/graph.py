@@ -1,9 +1,10 @@
-"""Work that is captured once and replayed: one launch for a whole iteration.
+"""Work that is captured once and then replayed, in one launch for a whole iteration.
 
-    Graphs.run(key, work) -> first time: run, capture -> later: replay, same output tensors
+    Graphs.run(key, work) -> first time: run, then: capture and replay, later: replay
 
-What work reads must lie in tensors that stay; what it returns is overwritten by the next replay of
-the same key. A device without graphs runs the work each time. Remembers one graph a key.
+The tensors that captured work reads must stay, and a replay overwrites the tensors that the replay
+before it returned for the same key. On a device without graphs the work runs each time. One graph
+is kept for each key.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT, ROOMS = Path(__file__).parents[1], {"model", "parallel"}
 
 
 class CaptureError(RuntimeError):
-    """An operation of the work cannot be captured; the text names both, and torch's reason."""
+    """An operation cannot be captured; the text names it, the work's key, and torch's reason."""
 
 
 class Graphs:
@@ -37,11 +38,11 @@ class Graphs:
         self._pool: Any = None
 
     def run(self, key: Hashable, work: Callable[[], T], *, needed: bool = True) -> T:
-        """Do `work`, by replay where it was captured under `key`.
+        """Do `work`, by a replay where it was captured under `key`.
 
-        The first call runs it eagerly (it counts: its results are returned and its effects stay);
-        the second captures and replays. Where capture fails: CaptureError if it is `needed`, else
-        a warning, once a key, and eager work from then on.
+        The first call runs the work itself, the second one captures it and replays it. Where it
+        cannot be captured: raises CaptureError if that is `needed`; else warns, once a key, and
+        runs the work from then on.
         """
         if not self._device.capabilities.graphs or key in self._eager:
             return work()
@@ -81,7 +82,7 @@ def _capture_cuda(work: Callable[[], Any], pool: Any) -> tuple[Callable[[], None
 
 
 def operation_of(error: BaseException) -> str:
-    """The line of ours that the error came from: "model/mtp.py:42: y = self.ops.linear(...)"."""
+    """The line of model/ or parallel/ that raised the error: "model/mtp.py:42: y = f(x)"."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ROOMS:

@@ -1,10 +1,10 @@
-"""Ranks that work on one tensor: sum it, or gather it. One class for each way to meet.
+"""Groups of ranks that sum or gather a tensor, with one class for each way of communication.
 
-    alone() -- one rank, no communication        threads(n) -- n ranks in one process, for tests
-    connect(store, ...) -- one process a rank: shared memory, peer memory, gloo, nccl or hccl
+    alone(): one rank               threads(n): n ranks in one process, for tests
+    connect(store, ...): one process a rank, over shared memory, GPU peer memory, gloo, nccl or hccl
 
-Every rank of a group makes the same calls in the same order, and gets the same bits back: sums
-run in rank order. Letters: rank 0..size-1 | x any tensor of one shape on all ranks
+Every rank of a group makes the same calls in the same order and gets the same bits back, since sums
+run in rank order. x is a tensor that has one shape on all ranks, of which there are `size`.
 """
 
 from __future__ import annotations
@@ -27,55 +27,57 @@ from torch import Tensor
 
 SHM_DIR = Path("/dev/shm")
 SHM_MACHINES = {"x86_64", "AMD64"}
-"""Shared memory relies on stores of one core being seen in order by another."""
+"""SharedMemoryGroup needs a machine on which one core sees the stores of another in order."""
 SHM_BUFFER_BYTES = 4 << 20
 PEER_BUFFER_BYTES = 1 << 20
 PEER_DTYPES = {torch.bfloat16, torch.float32}
-
-
-MAIL_ROWS, MAIL_WORDS = 256, 2560
+ONE_SHOT_ROWS, ONE_SHOT_WORDS = 256, 2560
+"""The most rows of an exchange in one shot, and the most words of 4 bytes of a row."""
+TWO_SHOT_ELEMENTS, TWO_SHOT_PROGRAMS = 1 << 24, 128
+"""The most bfloat16 of a sum in two shots, 8,192 rows of 2,048 (the buffers hold them twice, in 64
+MiB), and the most programs of its kernel."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mail:
-    """Where kernels of this rank find words that kernels of the others send (kernels/peer.py)."""
+class OneShotBuffers:
+    """GPU memory for sums and choices in one shot (kernels/one_shot.py says how it is used)."""
 
-    inbox: Tensor
-    """[2, size, rows, words] int64, zero at first, written by the peers"""
-    peers: Tensor
-    """[size] int64: addresses of all inboxes as this rank sees them"""
-    turns: Tensor
-    """[rows] int32: how often each row was exchanged"""
+    received: Tensor
+    """[2, size, rows, words] int64, zero at first: packets from kernels of the other ranks."""
+    addresses: Tensor
+    """[size] int64: where `received` of each rank lies, in this rank's address space."""
+    sequence: Tensor
+    """[rows] int32: how many exchanges of each row there have been."""
     rank: int
     size: int
 
     @property
     def rows(self) -> int:
-        return self.inbox.shape[2]
+        """The most rows of an exchange."""
+        return self.received.shape[2]
 
     @property
     def words(self) -> int:
-        return self.inbox.shape[3]
-
-
-HALL_ELEMENTS, HALL_PROGRAMS = 1 << 24, 128
-"""bfloat16 that a Hall takes: 8,192 rows of 2,048; it holds them twice, 64 MiB"""
+        """The most words of 4 bytes of a row."""
+        return self.received.shape[3]
 
 
 @dataclass(frozen=True, slots=True)
-class Hall:
-    """Where kernels of the ranks bring each other whole rows (kernels/two_shot.py)."""
+class TwoShotBuffers:
+    """GPU memory for sums in two shots (kernels/two_shot.py says how it is used)."""
 
     parts: Tensor
-    """[size, share] bfloat16: parts of this rank's rows, one sender after the other"""
-    room: Tensor
-    """[elements] bfloat16: finished rows of all ranks"""
+    """[size, share] bfloat16: every rank's parts of the rows that this rank sums."""
+    results: Tensor
+    """[elements] bfloat16: the normed sums of all rows, each written by the rank that summed it."""
     flags: Tensor
-    """[2, size, programs] int32, zero at first: what each sender's programs have told"""
-    peers: Tensor
-    """[3, size] int64: addresses of every rank's parts, room and flags as this rank sees them"""
-    turns: Tensor
-    """[programs] int32: how often each program has met its like"""
+    """[2, size, programs] int32, zero at first: for each shot and each program of each rank, the
+    sequence number of the last call for which it has written all that it sends to this rank."""
+    addresses: Tensor
+    """[3, size] int64: where parts, results and flags of each rank lie, in this rank's address
+    space."""
+    sequence: Tensor
+    """[programs] int32: how many calls each program of this rank has completed."""
     rank: int
     size: int
 
@@ -85,24 +87,24 @@ class Hall:
 
 
 class CollectiveError(RuntimeError):
-    """A rank did not come to a collective in time."""
+    """A rank did not take part in a collective in time."""
 
 
 class Group:
-    """A group of one: the base class, and what a whole copy of a module is built with."""
+    """A group of one rank, and the base class of the others."""
 
     rank: int = 0
     size: int = 1
-    mail: Mail | None = None
-    hall: Hall | None = None
-    """Both set where kernels of the ranks can write to each other."""
+    one_shot: OneShotBuffers | None = None
+    two_shot: TwoShotBuffers | None = None
+    """Both are set where kernels of the ranks can write to each other's memory."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of `x` over the ranks; same shape and dtype. `x` may be overwritten."""
+        """The sum of x over the ranks, in x's shape and dtype. x may be overwritten."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """`x` of every rank in rank order: [size, *x.shape]."""
+        """x of every rank, in rank order: [size, *x.shape]."""
         return x.unsqueeze(0)
 
     def close(self) -> None:
@@ -115,35 +117,35 @@ def alone() -> Group:
 
 
 class ThreadGroup(Group):
-    """Ranks as threads of one process. Slow and exact; no set-up."""
+    """Ranks that are threads of one process, for tests: slow, and with nothing to set up."""
 
-    def __init__(self, rank: int, meeting: threading.Barrier, table: list[Tensor | None]) -> None:
+    def __init__(self, rank: int, barrier: threading.Barrier, table: list[Tensor | None]) -> None:
         self.rank, self.size = rank, len(table)
-        self._meeting, self._table = meeting, table
+        self._barrier, self._table = barrier, table
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.all_gather(x).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._table[self.rank] = x
-        self._meeting.wait()
+        self._barrier.wait()
         gathered = torch.stack([t for t in self._table if t is not None])
-        self._meeting.wait()
+        self._barrier.wait()
         return gathered
 
     def close(self) -> None:
-        self._meeting.abort()
+        self._barrier.abort()
 
 
 def threads(size: int, timeout_s: float = 60.0) -> list[Group]:
-    """One group handle for each of `size` threads."""
-    meeting = threading.Barrier(size, timeout=timeout_s)
+    """The group of `size` ranks, once for each of the threads that run them."""
+    barrier = threading.Barrier(size, timeout=timeout_s)
     table: list[Tensor | None] = [None] * size
-    return [ThreadGroup(rank, meeting, table) for rank in range(size)]
+    return [ThreadGroup(rank, barrier, table) for rank in range(size)]
 
 
 class ProcessGroup(Group):
-    """Ranks as processes, through torch.distributed."""
+    """Ranks that are processes and communicate through torch.distributed."""
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float):
         self.rank, self.size = rank, size
@@ -173,11 +175,12 @@ class ProcessGroup(Group):
 
 
 class PeerGroup(ProcessGroup):
-    """GPUs that read each other's memory: small tensors in one shot, large ones through NCCL.
+    """GPUs that access each other's memory: small tensors in one shot, large ones through NCCL.
 
-    One-shot: every rank reads all parts and sums them in rank order. Peer loads only, no multicast.
-    A small gather is the same sum over parts that are zero elsewhere, which changes no bit pattern
-    of a finite float32 or of a small int32.
+    In one shot every rank reads the parts of all ranks and sums them in rank order; NVLink
+    multicast is not used. A small gather is the same sum: each rank's tensor holds its own part and
+    zeros in the places of the other ranks. Adding zeros changes no bit of a finite float32, nor of
+    a small int32 that is taken for one.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -190,19 +193,20 @@ class PeerGroup(ProcessGroup):
         self._parts: dict[torch.Size, Tensor] = {}
         self._buffer = symmetric.empty(PEER_BUFFER_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._buffer, dist.group.WORLD)
-        inbox, peers = self._shared((2, size, MAIL_ROWS, MAIL_WORDS), torch.int64)
-        turns = torch.zeros(MAIL_ROWS, dtype=torch.int32, device=device)
-        self.mail = Mail(inbox, peers, turns, rank, size)
-        parts, of_parts = self._shared((size, HALL_ELEMENTS // size), torch.bfloat16)
-        room, of_room = self._shared((HALL_ELEMENTS,), torch.bfloat16)
-        flags, of_flags = self._shared((2, size, HALL_PROGRAMS), torch.int32)
-        peers = torch.stack((of_parts, of_room, of_flags))
-        self.hall = Hall(parts, room, flags, peers, turns.new_zeros(HALL_PROGRAMS), rank, size)
+        received, addresses = self._shared((2, size, ONE_SHOT_ROWS, ONE_SHOT_WORDS), torch.int64)
+        sequence = torch.zeros(ONE_SHOT_ROWS, dtype=torch.int32, device=device)
+        self.one_shot = OneShotBuffers(received, addresses, sequence, rank, size)
+        parts, of_parts = self._shared((size, TWO_SHOT_ELEMENTS // size), torch.bfloat16)
+        results, of_results = self._shared((TWO_SHOT_ELEMENTS,), torch.bfloat16)
+        flags, of_flags = self._shared((2, size, TWO_SHOT_PROGRAMS), torch.int32)
+        addresses = torch.stack((of_parts, of_results, of_flags))
+        sequence = torch.zeros(TWO_SHOT_PROGRAMS, dtype=torch.int32, device=device)
+        self.two_shot = TwoShotBuffers(parts, results, flags, addresses, sequence, rank, size)
         torch.cuda.synchronize()
-        dist.barrier()  # no word may come before its inbox is zero
+        dist.barrier()  # no rank may write to the buffers of another before those are zero
 
     def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Zeros that the peers can write to, and the addresses [size] of every rank's."""
+        """Zeros that the other ranks can write to, and the addresses [size] of every rank's."""
         import torch.distributed._symmetric_memory as symmetric
 
         mine = symmetric.empty(shape, dtype=dtype, device=torch.device("cuda")).zero_()
@@ -214,30 +218,31 @@ class PeerGroup(ProcessGroup):
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes > PEER_BUFFER_BYTES or x.nbytes % 16 or x.dtype not in PEER_DTYPES:
             return super().all_reduce(x)
-        return self._one_shot(x.contiguous())
+        return self._sum_in_one_shot(x.contiguous())
 
     def all_gather(self, x: Tensor) -> Tensor:
         num_bytes = x.nbytes * self.size
         if num_bytes > PEER_BUFFER_BYTES or num_bytes % 16 or x.element_size() != 4:
             return super().all_gather(x)
-        if x.shape not in self._parts:  # zero, except for this rank's part, for good
+        if x.shape not in self._parts:  # only this rank's part is ever written, the rest stays zero
             self._parts[x.shape] = torch.zeros(self.size, *x.shape, device=x.device)
         parts = self._parts[x.shape]
         parts[self.rank].copy_(x.view(torch.float32))
-        return self._one_shot(parts).view(x.dtype)
+        return self._sum_in_one_shot(parts).view(x.dtype)
 
-    def _one_shot(self, x: Tensor) -> Tensor:
-        room = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", self._name)
+    def _sum_in_one_shot(self, x: Tensor) -> Tensor:
+        buffer = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", self._name)
 
 
 class SharedMemoryGroup(Group):
-    """CPU ranks of one host: each writes its part into a shared mapping, then reads the others'.
+    """CPU ranks of one host: each writes its part to a shared mapping and reads all parts there.
 
-    Every rank owns a counter and two buffers, used in turn. Publishing collective n means: the
-    data lies in buffer n % 2 and the counter says n. A rank that has seen everyone's n + 1 knows
-    that everyone has read n, so buffer n % 2 is free again: two buffers suffice. The file is
-    unlinked as soon as all have mapped it, so nothing is left behind however a rank ends.
+    Every rank has a counter and two buffers there. In collective n it writes its data to its buffer
+    n % 2 and then sets its counter to n; once the counters of all ranks are at least n it reads all
+    buffers n % 2. When every counter has reached n + 1, every rank has read the data of collective
+    n, so that buffer n % 2 may be written again: two buffers suffice. The file is unlinked as soon
+    as all ranks have mapped it, so that none is left behind however a rank ends.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -287,18 +292,19 @@ class SharedMemoryGroup(Group):
         self._counters[self.rank] = np.iinfo(np.int64).min
 
     def _exchange(self, flat: Tensor):
-        """Yield [size, n] views of everyone's data, a buffer at a time."""
+        """Yield views [size, n] of the data of all ranks, as much at a time as a buffer holds."""
         step = SHM_BUFFER_BYTES // flat.element_size()
         for part in flat.split(step) if flat.numel() > step else (flat,):
             self._seq += 1
             num_bytes = part.numel() * part.element_size()
-            board = self._data[self._seq & 1][:, :num_bytes].view(flat.dtype)
-            board[self.rank].copy_(part)
+            buffers = self._data[self._seq & 1][:, :num_bytes].view(flat.dtype)
+            buffers[self.rank].copy_(part)
             self._counters[self.rank] = self._seq
             self._await_all()
-            yield board
+            yield buffers
 
     def _await_all(self) -> None:
+        """Wait until the counters of all ranks have reached this one's. Raises CollectiveError."""
         counters, seq = self._counters, self._seq
         spins, deadline = 0, 0.0
         for other in range(self.size):
@@ -310,7 +316,7 @@ class SharedMemoryGroup(Group):
                 deadline = deadline or now + self._timeout_s
                 if now > deadline or counters[other] < 0:
                     raise CollectiveError(
-                        f"rank {self.rank}: rank {other} did not come to collective {seq} "
+                        f"rank {self.rank}: rank {other} did not reach collective {seq} "
                         f"within {self._timeout_s:g} s, or has left"
                     )
                 if spins < 20_000:
@@ -320,21 +326,22 @@ class SharedMemoryGroup(Group):
 
 
 def shm_available() -> bool:
-    """True where CPU ranks of one host may meet in shared memory."""
+    """Whether CPU ranks of this host can use SharedMemoryGroup."""
     return (
         platform.machine() in SHM_MACHINES and SHM_DIR.is_dir() and hasattr(os, "posix_fallocate")
     )
 
 
 def host_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:
-    """A rendezvous that listens on `host` at a port the system picks (`.port`)."""
+    """A rendezvous that rank 0 hosts: it listens on `host`, at a port that the system picks
+    (`.port`)."""
     return dist.TCPStore(
         host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
 
 
 def join_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
-    """The rendezvous that rank 0 hosts."""
+    """The rendezvous that rank 0 hosts, as the other ranks use it."""
     return dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -343,10 +350,10 @@ def join_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
 def connect(
     store: dist.Store, rank: int, size: int, kind: str = "shm", timeout_s: float = 120.0
 ) -> Group:
-    """Meet the other ranks in `store`; returns when all have come.
+    """Find the other ranks through `store`; returns when all ranks have called this.
 
     kind is "shm", "gloo", "peer", "nccl" or "hccl". Raises CollectiveError or torch's DistError
-    when a rank stays away longer than `timeout_s`.
+    when a rank has not called it within `timeout_s`.
     """
     if size == 1:
         return alone()
@@ -363,10 +370,11 @@ def connect(
 
 
 def _wait_for_count(store: dist.Store, key: str, count: int, timeout_s: float) -> None:
+    """Wait until `count` ranks have added themselves to `key`. Raises CollectiveError."""
     deadline = time.monotonic() + timeout_s
     while (seen := store.add(key, 0)) < count:
         if time.monotonic() > deadline:
             with contextlib.suppress(FileNotFoundError):
                 Path(store.get("shm/path").decode()).unlink()
-            raise CollectiveError(f"{seen} of {count} ranks came within {timeout_s:g} s")
+            raise CollectiveError(f"{seen} of {count} ranks connected within {timeout_s:g} s")
         time.sleep(0.002)

@@ -1,10 +1,11 @@
-"""Sharded matrices: columns of the output over the ranks, or of the input with a sum to follow.
+"""Sharded matrices: split over ranks by the columns of the output, or by those of the input.
 
-    x [.., in] -> ColumnLinear -> [.., out share]      x [.., in share] -> RowLinear -> [.., out]
+    x [.., in] -> ColumnLinear -> [.., out share]
+    x [.., in share] -> RowLinear -> this rank's part of [.., out], which the ranks have to sum
 
-A layer is one column-parallel and one row-parallel matrix, so it needs one sum over the ranks: the
-norm that reads it takes it (Ops.sum_add_rms_norm), in one operation where a backend can.
-Weights arrive cut (parallel/shard.py says how); a group of one makes both plain.
+A layer is one column-parallel and one row-parallel matrix, so it needs one sum over the ranks. The
+norm that reads the result takes that sum (Ops.sum_add_rms_norm), so that a backend can do both in
+one operation. Weights arrive cut (parallel/shard.py says how); for one rank they are whole.
 """
 
 from __future__ import annotations

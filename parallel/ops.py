@@ -27,7 +27,7 @@ with the factors the other way round, the library first copies the weight into a
 
 
 class Ops:
-    """The operations, on the device of the tensors they are given. Nothing is remembered."""
+    """The operations. They run on the device of their tensors, and remember nothing."""
 
     def locate_rows(
         self,
@@ -45,7 +45,7 @@ class Ops:
 
         first, counts [B] int64, of which counts + more rows are real; block_table [B, N] int64;
         cos, sin [num_positions, rotary] float32.
-        -> positions [B, R] int64, limited to those of the table; index [B, R] int64 = page *
+        -> positions [B, R] int64, at most num_positions - 1; index [B, R] int64 = page *
         page_tokens + offset, 0 (in the null page) for padding rows; cos and sin of the positions
         [B, R, 1, rotary]; lengths [B] int64, the position after each slot's last real row.
         """

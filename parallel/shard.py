@@ -1,9 +1,9 @@
-"""Which part of a whole tensor a rank holds: rows or columns, in pieces that follow the heads.
+"""Which part of a whole tensor a rank holds: rows or columns, in units such as heads.
 
     Cut(dim, parts).spans(rank, size) -> [(start, stop), ...] of the whole along dim
 
-A fused tensor (q | k | v) has one part a section, so each section is split by its own heads.
-Letters: units: what must stay together (heads, columns) | size ranks
+A tensor that is several matrices in one (q | k | v) has one Part for each, split by its own units.
+A unit is what must stay together, such as the columns of a head; size is the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`length` rows made of `units` equal units."""
+    """`length` rows or columns, which are `units` units of equal width."""
 
     length: int
     units: int
 
     def share(self, rank: int, size: int) -> tuple[int, int]:
-        """(start, length) of this rank's units; with fewer units than ranks, one is repeated."""
+        """(start, length) of this rank's units. Where there are fewer units than ranks, several
+        ranks hold the same one."""
         width = self.length // self.units
         if self.units % size == 0:
             count = self.units // size
@@ -33,13 +34,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is split along `dim`; no parts: every rank holds the whole."""
+    """How a tensor is split along `dim`. Without parts every rank holds the whole."""
 
     dim: int = 0
     parts: tuple[Part, ...] = ()
 
     def spans(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Ranges of the whole along `dim` that rank holds, in order."""
+        """The ranges of the whole along `dim` that the rank holds, in order."""
         spans, offset = [], 0
         for part in self.parts:
             start, length = part.share(rank, size)
@@ -48,14 +49,14 @@ class Cut:
         return spans
 
     def local_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """Shape of a rank's share of a tensor of `shape`; the same on every rank."""
+        """Shape of a rank's share of a tensor of `shape`. Every rank's share has the same."""
         if not self.parts:
             return shape
         length = sum(stop - start for start, stop in self.spans(0, size))
         return (*shape[: self.dim], length, *shape[self.dim + 1 :])
 
     def take(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's share of a tensor in memory (a view where one span suffices)."""
+        """This rank's share of a tensor in memory: a view where it is one range, else a copy."""
         if not self.parts or size == 1:
             return whole
         pieces = [whole.narrow(self.dim, a, b - a) for a, b in self.spans(rank, size)]
@@ -66,10 +67,10 @@ WHOLE = Cut()
 
 
 def rows(length: int, units: int | None = None) -> Cut:
-    """Rows (dim 0) by units; by single rows when `units` is not given."""
+    """Split along dim 0, by `units` units of equal width or, without them, by single rows."""
     return Cut(0, (Part(length, units or length),))
 
 
 def columns(length: int, units: int | None = None) -> Cut:
-    """Columns (dim 1) by units."""
+    """As rows, along dim 1."""
     return Cut(1, (Part(length, units or length),))

@@ -1,10 +1,10 @@
-"""The LM head: vocabulary rows over a group of ranks, and the one token they agree on.
+"""The LM head: its vocabulary rows are split over ranks, which agree on the best token.
 
-    hidden [N, H] -> logits of this rank's slice [N, v] -> (value, id) pairs -> gather -> ids [N]
+    hidden [N, H] -> logits of this rank [N, v] -> its best (value, id) -> gather -> ids [N]
 
-Eight bytes a row and rank cross for a greedy row; a sampled row needs all its logits. Every rank
-compares the same gathered pairs, so ranks cannot disagree. Ties go to the smallest id.
-Letters: N rows | H hidden | V vocabulary, v this rank's share
+For a greedy row each rank sends one pair of 8 bytes; for a sampled row it sends all its logits.
+All ranks compare the same gathered pairs, so they choose the same id: the smallest of those that
+have the largest logit. Letters: N rows | H hidden | V vocabulary, v this rank's share
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor
 from outrider.parallel.device import Device
 
 FP8_MAX = 448.0
-"""Largest float8_e4m3fn."""
+"""The largest number that float8_e4m3fn holds."""
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [v, H] -> (float8_e4m3fn [v, H], scales [v] float32), their product close to it."""
+    """weight [v, H] -> (w8 float8_e4m3fn [v, H], scales [v] float32).
+
+    Each row of w8 times its scale is close to the row of the weight.
+    """
     largest = weight.abs().amax(-1).float()
     scales = torch.where(largest > 0, largest / FP8_MAX, 1.0)
     small = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -29,14 +32,14 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LMHead:
-    """weight [v, H]: rows [rank * v, (rank + 1) * v) of the whole head, over `device.tp`."""
+    """One rank's share: weight [v, H] is rows rank * v to (rank + 1) * v of the head."""
 
     def __init__(self, weight: Tensor, device: Device) -> None:
         self.weight, self.ops, self.group = weight, device.ops, device.tp
         self.first_id = device.tp.rank * weight.shape[0]
 
     def greedy(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> the likeliest id of each row [N] int64, the same on every rank."""
+        """hidden [N, H] -> the id of each row's best logit [N] int64, the same on every rank."""
         return self.ops.head_ids(hidden, self.weight, None, self.first_id, self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -48,12 +51,13 @@ class LMHead:
 
 
 class Fp8Head:
-    """A draft's head at half the bytes: drafts may differ, what is kept of them may not."""
+    """A head of float8 weights, which are half the bytes to read. It may choose other tokens than
+    `head`, so only drafts are chosen with it: the target then keeps or rejects them."""
 
     def __init__(self, head: LMHead) -> None:
         self.ops, self.group, self.first_id = head.ops, head.group, head.first_id
         self.weight, self.scales = quantise_rows(head.weight)
 
     def greedy(self, hidden: Tensor) -> Tensor:
-        """As LMHead.greedy, by the rounded weights."""
+        """As LMHead.greedy, with the rounded weights."""
         return self.ops.head_ids(hidden, self.weight, self.scales, self.first_id, self.group)

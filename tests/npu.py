@@ -217,14 +217,14 @@ class AttentionCall:
     def run(self) -> Tensor:
         d, page = self.query.shape[2], self.key.shape[1]
         out, start = [], 0
-        for b, (end, reach) in enumerate(zip(self.q_ends, self.kv_lengths, strict=True)):
+        for b, (end, length) in enumerate(zip(self.q_ends, self.kv_lengths, strict=True)):
             rows = end - start
-            assert rows <= reach <= self.table.shape[1] * page, (rows, reach)
+            assert rows <= length <= self.table.shape[1] * page, (rows, length)
             if self.positions is not None and self.table[b, 0]:  # the null page is padding's
-                assert reach == self.positions[b, -1] + 1, "the host list is not the device's"
-            pages = self.table[b, : -(-reach // page)].long()
+                assert length == self.positions[b, -1] + 1, "the host list is not the device's"
+            pages = self.table[b, : -(-length // page)].long()
             k, v = (
-                cache[pages].flatten(0, 1)[:reach].unflatten(-1, (self.num_kv, d)).float()
+                cache[pages].flatten(0, 1)[:length].unflatten(-1, (self.num_kv, d)).float()
                 for cache in (self.key, self.value)
             )
             q = self.query[start:end].float()
@@ -232,8 +232,8 @@ class AttentionCall:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             scores = torch.einsum("rnd,tnd->nrt", q, k) * self.scale
             if rows > 1:  # the mask's lower right corner; one row sees all
-                row = torch.arange(rows)[:, None] + (reach - rows)
-                hidden = torch.arange(reach) > row
+                row = torch.arange(rows)[:, None] + (length - rows)
+                hidden = torch.arange(length) > row
                 corner = min(rows, len(self.mask))
                 assert torch.equal(
                     self.mask[:corner, :corner].bool(), torch.ones(corner, corner).triu(1).bool()

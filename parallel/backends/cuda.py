@@ -21,13 +21,14 @@ from torch import Tensor
 from outrider.parallel.device import Capabilities, Device
 from outrider.parallel.group import Group
 from outrider.parallel.kernels import (
+    argmax,
     attention,
-    gdn,
+    gdn_prefill,
+    gdn_verify,
     matmul,
-    peer,
-    place,
-    prompt,
-    rows,
+    norms,
+    one_shot,
+    pages,
     slots,
     two_shot,
 )
@@ -36,6 +37,7 @@ from outrider.parallel.ops import Ops
 
 log = logging.getLogger(__name__)
 MAX_ARRIVALS = 1 << 14
+"""Arrival counters, one for each group of programs that add up or finish a result together."""
 
 
 class CudaOps(Ops):
@@ -44,19 +46,19 @@ class CudaOps(Ops):
     def __init__(self, device: torch.device) -> None:
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
         self._chunk_rule = _chunk_rule()
-        self.locate_rows = place.locate_rows
-        self.embed_rms_norm = slots.embed_rms_norm
-        self.mtp_input = slots.mtp_input
-        self.rms_norm = rows.rms_norm
-        self.add_rms_norm = rows.add_rms_norm
-        self.swiglu = rows.swiglu
-        self.qk_norm_rope_write = rows.qk_norm_rope_write
+        self.locate_rows = pages.locate_rows
+        self.embed_rms_norm = norms.embed_rms_norm
+        self.mtp_input = norms.mtp_input
+        self.rms_norm = norms.rms_norm
+        self.add_rms_norm = norms.add_rms_norm
+        self.swiglu = matmul.swiglu
+        self.qk_norm_rope_write = pages.qk_norm_rope_write
         self.paged_attention = attention.paged_attention
-        self.gdn_verify = partial(gdn.gdn_verify, arrivals=self._arrivals)
+        self.gdn_verify = partial(gdn_verify.gdn_verify, arrivals=self._arrivals)
         self.gather_slots = slots.gather_slots
         self.accept_commit = slots.accept_commit
-        self.top_pair = rows.top_pair
-        self.choose_pair = rows.choose_pair
+        self.top_pair = argmax.top_pair
+        self.choose_pair = argmax.choose_pair
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if _few_bf16(x, matmul.HELD_ROWS):
@@ -69,47 +71,48 @@ class CudaOps(Ops):
         return self.swiglu(F.linear(x, gate_up))
 
     def linear_part(self, x: Tensor, weight: Tensor, group: Group) -> PartialSum:
-        if group.mail is None or not matmul.can_send(x, weight, group.mail):
+        buffers = group.one_shot
+        if buffers is None or not matmul.can_send(x, weight, buffers):
             return super().linear_part(x, weight, group)
-        return PartialSum(matmul.few_rows_sent(x, weight, group.mail), group, sent=True)
+        return PartialSum(matmul.few_rows_sent(x, weight, buffers), group, sent=True)
 
     def sum_add_rms_norm(
         self, part: PartialSum, residual: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        mail, hall, values = part.group.mail, part.group.hall, part.values
-        if mail is not None and peer.fits(values, mail):
-            return peer.sum_add_rms_norm(values, residual, scale, eps, mail, sent=part.sent)
-        assert not part.sent, "what was sent to the other ranks is summed where they receive it"
-        if hall is not None and two_shot.fits(values, hall):
-            return two_shot.sum_add_rms_norm(values, residual, scale, eps, hall)
+        values, few, many = part.values, part.group.one_shot, part.group.two_shot
+        if few is not None and one_shot.fits(values, few):
+            return one_shot.sum_add_rms_norm(values, residual, scale, eps, few, sent=part.sent)
+        assert not part.sent, "a part that was sent is summed in one shot"
+        if many is not None and two_shot.fits(values, many):
+            return two_shot.sum_add_rms_norm(values, residual, scale, eps, many)
         return super().sum_add_rms_norm(part, residual, scale, eps)
 
     def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
         """flash-linear-attention's chunk kernels in bfloat16; float32 runs as defined."""
         if proj.dtype == torch.float32 or self._chunk_rule is None:
             return super().gdn_prefill(proj, layer, slots, counts)
-        q, k, v, g, beta = prompt.prompt_inputs(proj, layer, slots, counts)
+        q, k, v, g, beta = gdn_prefill.chunk_inputs(proj, layer, slots, counts)
         out, state = self._chunk_rule(
             q, k, v, g, beta, scale=layer.head_k_dim**-0.5,
             initial_state=layer.state.index_select(0, slots), output_final_state=True,
         )  # fmt: skip
         layer.state.index_copy_(0, slots, state)
-        prompt.keep_window(proj, layer, slots, counts)
+        gdn_prefill.keep_window(proj, layer, slots, counts)
         z = proj.split_with_sizes(layer.widths, -1)[1].unflatten(-1, out.shape[2:])
         norm = (layer.norm_weight, layer.eps, layer.gate)
-        return prompt.gated_rms_norm(out.contiguous(), z, *norm).flatten(2)
+        return norms.gated_rms_norm(out.contiguous(), z, *norm).flatten(2)
 
     def head_ids(
         self, hidden: Tensor, head: Tensor, scales: Tensor | None, first_id: int, group: Group
     ) -> Tensor:
-        mail, few = group.mail, _few_bf16(hidden)
-        if mail is None or hidden.shape[0] > mail.rows or not (few or scales is None):
+        buffers, few = group.one_shot, _few_bf16(hidden)
+        if buffers is None or hidden.shape[0] > buffers.rows or not (few or scales is None):
             return super().head_ids(hidden, head, scales, first_id, group)
         if few:
             keys = matmul.head_keys(hidden, head, scales)
         else:
-            keys = rows.top_keys(F.linear(hidden, head))
-        return peer.choose_over_ranks(keys, first_id, mail)
+            keys = argmax.top_keys(F.linear(hidden, head))
+        return one_shot.choose_over_ranks(keys, first_id, buffers)
 
     def head_pair(self, hidden: Tensor, head: Tensor, first_id: int) -> Tensor:
         if _few_bf16(hidden):
@@ -142,7 +145,7 @@ def _chunk_rule() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def open_cuda(index: int, tp: Group) -> Device:
-    """The GPU that devices.claim_cuda has claimed, as a Device."""
+    """The GPU that devices.claim_device has claimed, as a Device."""
     where = torch.device("cuda", index)
     return Device(
         torch_device=where,

@@ -1,7 +1,7 @@
-"""Options of a process group on NPUs.
+"""Options of a process group on NPUs, where HCCL communicates.
 
-    hccl_options(timeout) -> ProcessGroupHCCL.Options -> parallel/group.py
-Not run on an NPU: compared with the real torch_npu package (tests/npu_contract.py).
+    hccl_options(timeout) -> ProcessGroupHCCL.Options, for parallel/group.py
+Not run on an NPU: compared with the torch_npu package (tests/npu_contract.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ HCCL_BUFFER_MIB = 64
 
 
 def hccl_options(timeout_s: float) -> Any:
-    """Options of a process group: a small buffer, since the largest tensor is a prompt chunk, and
-    an operation that ends on the device as late as on the host."""
+    """A small buffer, since no tensor is larger than a prompt chunk, and the same time limit for an
+    operation on the device as on the host."""
     from torch_npu._C._distributed_c10d import (  # pyright: ignore[reportMissingImports]
         ProcessGroupHCCL,
     )

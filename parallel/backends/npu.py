@@ -1,11 +1,12 @@
-"""Ascend NPUs: torch_npu's fused operations where they keep the definition, else plain torch.
+"""Ascend NPUs: torch_npu's fused operations where they compute what Ops defines, else plain torch.
 
-    open_npu(index, group) -> Device; NpuOps overrides Ops, which stays the definition
+    claim_npu(index), open_npu(index, group) -> Device with NpuOps
 
-Fused attention takes its lengths as host lists. A capture remembers the list each attention call
-was given; a replay first writes the lists' present values into the graph (NPUGraph.update), so
-lists stay, like tensors. torch_npu's delta-rule operations want bfloat16 states: prompts take the
-one in chunks where the checkpoint allows that, all else is torch operations in float32.
+Fused attention takes its lengths as lists on the host. A capture keeps the list of each attention
+call, and every replay first writes the present values of these lists into the graph, with
+NPUGraph.update; so the lists must stay, as captured tensors do. The delta rule of torch_npu rounds
+the state to bfloat16: prompts use its chunked form where the checkpoint allows that
+(GdnLayer.coarse_state), and everything else runs as torch operations in float32.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from outrider.parallel.operands import GdnLayer, Rows
 from outrider.parallel.ops import Ops
 
 CAPABILITIES = Capabilities(graphs=True, host_lengths=True, max_rows=16, page_multiple=128)
-"""run_ahead 0: the host lists of an iteration follow from the results of the one before."""
+"""run_ahead is 0, since the lengths of an iteration follow from the results of the one before."""
 FUSED_ATTENTION = frozenset({torch.float16, torch.bfloat16})
 MASK_ROWS = 2048
-"""Side of the lower-triangular mask that the causal modes of fused attention want."""
+"""Rows and columns of the triangular mask that fused attention wants in its causal modes."""
 CAUSAL_TO_THE_END = 3
-"""sparse_mode: the last row sees all keys of its slot, each row before it one less."""
+"""Value of sparse_mode: the last row sees all keys of its slot, and each row before it one less."""
 CHUNK_HEAD_DIM = 128
-"""The only width of keys and values that the chunked delta rule takes."""
+"""The width of keys and values that the chunked delta rule takes; it takes no other."""
 NO_RESOURCES = "207008"
-"""CANN's error number when streams or events run out."""
+"""CANN's error number for streams or events that have run out."""
 
 
 class NpuOps(Ops):
-    """Ops of one NPU. A method is explained where it differs from the one that it replaces."""
+    """Ops of one NPU; Ops says what each method does."""
 
     def __init__(
         self,
@@ -48,21 +49,22 @@ class NpuOps(Ops):
         runtime: Any,
         attention: frozenset[torch.dtype] = FUSED_ATTENTION,
     ) -> None:
-        """npu: torch.ops.npu. runtime: torch.npu. attention: dtypes that take the fused one."""
+        """npu: torch.ops.npu; runtime: torch.npu; attention: dtypes whose attention is fused."""
         self._npu, self._runtime, self._fused = npu, runtime, attention
         self._mask = torch.ones(MASK_ROWS, MASK_ROWS, dtype=torch.int8, device=device).triu_(1)
         self._centred = WeakTensorKeyDictionary()
         self._by_head = WeakTensorKeyDictionary()
         self._table: tuple[Tensor, Tensor] | None = None
         self.captured: list[list[int]] | None = None
-        """While work is captured: the list that each attention call reads, in order."""
+        """While work is captured, the lengths that each attention call is given, in order."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """float32 takes the scale as it is; elsewhere it would have to be rounded, so the
-        operation for zero-centred weights gets scale - 1, which a checkpoint holds in x's dtype."""
+        """In float32 the operation takes the scale as it is. In other dtypes it would have to be
+        rounded, so the operation for zero-centred weights gets scale - 1, which is the checkpoint's
+        own weight and has x's dtype there."""
         if x.dtype == torch.float32:
             return self._npu.npu_rms_norm(x.contiguous(), scale, epsilon=eps)[0]
         if scale not in self._centred:
@@ -73,7 +75,7 @@ class NpuOps(Ops):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if x.dtype != torch.float32:  # there is no such operation for zero-centred weights
+        if x.dtype != torch.float32:  # the fused operation is not for zero-centred weights
             return super().add_rms_norm(x, residual, scale, eps)
         normed, _, total = self._npu.npu_add_rms_norm(x, residual, scale, epsilon=eps)
         return normed, total
@@ -99,7 +101,7 @@ class NpuOps(Ops):
     ) -> Tensor:
         num_kv, width = v.shape[2], rows.cos.shape[-1]
         num_q = qk.shape[2] - num_kv
-        if scale not in self._by_head:  # q's heads share a row of it, and k's another
+        if scale not in self._by_head:  # all heads of q have one scale, and those of k another
             self._by_head[scale] = (scale[0], scale[num_q])
         q_scale, k_scale = self._by_head[scale]
         normed = [self.rms_norm(qk[:, :, num_q:], k_scale, eps)]
@@ -124,14 +126,14 @@ class NpuOps(Ops):
     def paged_attention(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, gate: Tensor
     ) -> Tensor:
-        """Padding rows see stale keys of their own slot, and nobody reads what they yield."""
+        """Padding rows see stale keys of their own slot; nobody reads their results."""
         if q.dtype not in self._fused:
             return super().paged_attention(q, k_pages, v_pages, rows, gate)
         lengths, table = rows.host_lengths, rows.block_table
         assert lengths is not None, "fused attention takes its lengths on the host"
         if self.captured is not None:
             self.captured.append(lengths)
-        if self._table is None or self._table[0] is not table:  # one for all layers
+        if self._table is None or self._table[0] is not table:  # one conversion for all layers
             self._table = (table, table.to(torch.int32))
         num_slots, num_rows, num_heads, d = q.shape
         out, _ = self._npu.npu_fused_infer_attention_score(
@@ -152,14 +154,15 @@ class NpuOps(Ops):
         return out.view(num_slots, num_rows, -1) * torch.sigmoid(gate)
 
     def gdn_prefill(self, proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> Tensor:
-        """In torch_npu's chunks where the checkpoint's state may be bfloat16, else as defined."""
+        """By torch_npu's chunked rule where its bfloat16 state is allowed, else as defined."""
         widths = {layer.head_k_dim, layer.head_v_dim}
         if not layer.coarse_state or proj.dtype != torch.bfloat16 or widths != {CHUNK_HEAD_DIM}:
             return super().gdn_prefill(proj, layer, slots, counts)
         qk, v, g, beta, window = self._prefill_inputs(proj, layer, slots)
         batch, rows = proj.shape[:2]
         real = (torch.arange(rows, device=proj.device) < counts.unsqueeze(1)).unsqueeze(-1)
-        q, k = qk.to(proj.dtype).unbind(2)  # a row with beta = g = 0 leaves the state as it is
+        # Padding rows have beta = g = 0 below, which leaves the state as it is.
+        q, k = qk.to(proj.dtype).unbind(2)
         state = layer.state.index_select(0, slots).transpose(-1, -2).to(proj.dtype)
         out, state = self._npu.npu_chunk_gated_delta_rule(
             q.flatten(0, 1).contiguous(),
@@ -178,8 +181,8 @@ class NpuOps(Ops):
     def solve_unit_lower(self, lower: Tensor, right: Tensor) -> Tensor:
         """Forward substitution by blocks of 1, 2, 4 ... rows, in matrix products.
 
-        The device's own solver is documented for double and complex numbers too, as operations of
-        its AI CPU are; products surely run on the cores, and can be captured.
+        torch_npu's solver is documented for double and complex numbers too, as operations are that
+        run on the NPU's control processor. Matrix products run on its cores and can be captured.
         """
         first, *larger = _blocks_below(lower.shape[-1], lower.device)
         inverse = torch.eye(lower.shape[-1], device=lower.device) - lower * first
@@ -188,8 +191,8 @@ class NpuOps(Ops):
         return inverse @ right
 
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
-        """The device's own arg max may return any of equals; the least id is taken in so many
-        words, and is a real one where padding rows are NaN."""
+        """The device's arg max may return any of equal maxima, so the smallest id is computed. For
+        a row of NaN, which is padding, the result is the largest id."""
         wide, last = logits.float(), logits.shape[-1] - 1
         value = wide.amax(-1, keepdim=True)
         ids = torch.arange(last + 1, device=logits.device).expand_as(wide)
@@ -204,7 +207,7 @@ class NpuOps(Ops):
         return ids.masked_fill(worse, torch.iinfo(torch.int32).max).amin(0).to(torch.int64)
 
     def capture(self, work: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
-        """Capture `work` as an NPUGraph whose replay first brings its host lists up to date."""
+        """Capture `work` as an NPUGraph whose replay first writes the present lengths into it."""
         graph = self._runtime.NPUGraph()
         self.captured = lists = []
         try:
@@ -234,7 +237,8 @@ class NpuOps(Ops):
 
 @cache
 def _blocks_below(rows: int, device: torch.device) -> list[Tensor]:
-    """[R, R] for blocks of 1, 2, 4 ... rows: 1 where an odd block's rows meet the even's before."""
+    """For blocks of 1, 2, 4 ... rows, [R, R] float32: 1 where the rows of an odd block meet the
+    columns of the even block before it, else 0."""
     row, masks, size = torch.arange(rows, device=device), [], 1
     while size < rows:
         block = row // size
@@ -244,7 +248,8 @@ def _blocks_below(rows: int, device: torch.device) -> list[Tensor]:
 
 
 def claim_npu(index: int) -> None:
-    """Use NPU `index` of the visible ones. DeviceError where torch_npu, CANN or the card lacks."""
+    """Use NPU `index` of the visible ones. Raises DeviceError where torch_npu, CANN or the card is
+    missing or does not fit."""
     if importlib.util.find_spec("torch_npu") is None:
         raise DeviceError(
             "device: npu: torch_npu is not installed: pip install 'torch_npu==2.13.0' beside "
@@ -277,7 +282,7 @@ def claim_npu(index: int) -> None:
 
 
 def open_npu(index: int, tp: Group) -> Device:
-    """The claimed NPU as a Device."""
+    """The NPU that claim_npu has claimed, as a Device."""
     import torch_npu  # pyright: ignore[reportMissingImports]
 
     where = torch.device("npu", index)

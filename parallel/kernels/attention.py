@@ -1,12 +1,12 @@
-"""Causal attention over pages, for a few rows a slot and for prefill chunks: Triton kernels.
+"""Causal attention over pages, for a few rows a slot and for prompt chunks (split-K attention).
 
     q, pages -> a program a (part of the context, tile of rows, kv head, slot) -> partial sums
-             -> a program a query head of a row adds its parts -> out, gated if asked
+             -> a program a query head of a row adds its parts -> out * sigmoid(gate)
 
-A tile packs rows x the query heads that share a kv head. Parts have fixed bounds, c * chunk, and a
-row adds those up to its own position: its result depends neither on the slot's length nor on the
-rows beside it. Grids come from shapes; lengths and positions are read on the device.
-Letters: B slots | R rows | n, m query and kv heads, g = n / m | d head width | M rows of a tile
+A tile holds some rows, each with the query heads that share a kv head. The parts of the context
+begin at multiples of `chunk`, and a row adds up those that reach to its position, so that its
+result depends neither on the slot's length nor on other rows. The grid follows from shapes alone.
+Letters: B slots | R rows | n, m query and kv heads | d head width
 """
 
 # Pyright sees a kernel as the plain function under @triton.jit, without its launch options.
@@ -25,35 +25,39 @@ from outrider.parallel.kernels.launch import after_previous, overlapped
 from outrider.parallel.operands import Rows
 
 MIN_CHUNK, MAX_CHUNK = 64, 1024
-"""Keys of a part: few when there are few tiles, so that one slot still fills the device."""
+"""Fewest and most keys of a part, unless the context would have too many parts."""
 SMALL_TILE, FEW_TILES = 16, 16
-"""Parts of MIN_CHUNK, one step each, suit tiles so small, and any while there are so few; ..."""
+"""A part has MIN_CHUNK keys where a tile has at most so many rows, or where the batch has at most
+so many tiles, so that one slot is enough work for the device. ..."""
 CHUNK_PER_TILE, LONG_CHUNK = 8, 512
-"""... others have so many keys for each tile of the batch, and as many as that at least."""
+"""... Elsewhere it has so many keys for each tile of the batch, and at least LONG_CHUNK."""
 MAX_PARTS = 256
 MAX_PARTIAL_ROWS = 1 << 17
-"""Partial sums kept at once, rows of d float32."""
+"""The most partial sums of a call, each a row of d float32."""
 MAX_TILE = 64
 KEYS = 64
-"""Keys a program holds at once."""
+"""The most keys that a program reads in one step."""
 COMBINE_PARTS, COMBINE_WIDTH = 32, 64
-"""Parts and dims that one step of the combining kernel holds."""
+"""Parts, and elements of a head, that one step of the combining kernel reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one call is cut, from shapes only."""
+    """How a call is divided into programs."""
 
     tile: int
+    """Rows of q, by head, of a tile."""
     tiles: int
-    """tiles of one slot and kv head"""
+    """Tiles of one slot and kv head."""
     keys: int
+    """Keys of one step."""
     chunk: int
+    """Keys of a part."""
     parts: int
 
 
 def split_work(slots: int, rows: int, heads: int, kv_heads: int, context: int) -> Split:
-    """The cut for B, R, n, m and the keys that the block table can hold."""
+    """The split for B, R, n, m and the number of keys that the block table can hold."""
     packed = rows * (heads // kv_heads)
     tile = min(MAX_TILE, max(16, triton.next_power_of_2(packed)))
     tiles = triton.cdiv(packed, tile)
@@ -68,10 +72,10 @@ def split_work(slots: int, rows: int, heads: int, kv_heads: int, context: int) -
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, gate: Tensor
 ) -> Tensor:
-    """As Ops.paged_attention, for any R; a row that sees no key is zero.
+    """As Ops.paged_attention; the result of a row that sees no key is zero.
 
-    q [B, R, n, d] with any strides but the last, which is 1; pages [P, page, m, d] with `page` a
-    power of two; gate [B, R, n * d], a view of wider rows. -> [B, R, n * d].
+    q [B, R, n, d] and pages [P, page, m, d] may be views whose last dim has stride 1; d and `page`
+    are powers of two; gate [B, R, n * d] may be a view of wider rows. -> [B, R, n * d].
     """
     slots, num_rows, heads, d = q.shape
     block_table, positions, lengths = rows.block_table, rows.positions, rows.lengths
@@ -126,7 +130,7 @@ def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
 
 @triton.jit
 def _product(a, b, total, WIDEN: tl.constexpr):
-    """total + a @ b; WIDEN where there is no bfloat16 product: interpreted."""
+    """total + a @ b. WIDEN: in float32, for Triton's interpreter, which has no bfloat16 product."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -134,7 +138,7 @@ def _product(a, b, total, WIDEN: tl.constexpr):
 
 @triton.jit
 def _gated(out, gate, dtype: tl.constexpr):
-    """out * sigmoid(gate), both factors rounded first, as in plain torch."""
+    """out * sigmoid(gate), where both factors are rounded first, as in plain torch."""
     factor = tl.sigmoid(gate.to(tl.float32)).to(dtype)
     return out.to(dtype).to(tl.float32) * factor.to(tl.float32)
 
@@ -143,7 +147,7 @@ def _gated(out, gate, dtype: tl.constexpr):
 def _page_rows(
     k_ptr, v_ptr, table_ptr, key, live, dim, k_page, k_token, v_page, v_token, PAGE: tl.constexpr
 ):  # fmt: skip
-    """Keys and values of some positions [KEYS, D]; zero where not live."""
+    """Keys and values at some positions [KEYS, D]; zero where `live` is False."""
     page = tl.load(table_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
     k_at, v_at = page * k_page + key % PAGE * k_token, page * v_page + key % PAGE * v_token
     k = tl.load(k_ptr + k_at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
@@ -155,7 +159,8 @@ def _attend(
     q, k, v, key, end, position, high, weight, total, scale,
     TILE: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax: (highest score, sum of weights, weighted values)."""
+    """One step of the softmax over all keys -> the highest score so far, the sum of the weights and
+    the weighted sum of the values, both relative to that score."""
     score = _product(q, tl.trans(k), tl.zeros((TILE, KEYS), tl.float32), WIDEN) * scale
     seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
     score = tl.where(seen, score, float("-inf"))
@@ -175,10 +180,9 @@ def _attend_kernel(
     TILE: tl.constexpr, KEYS: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr,
     WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of the context for one tile; WHOLE: the part is everything, so it ends here.
-
-    ONE: the part is one step, whose keys and values are on their way before it is known which of
-    them count.
+    """One part of the context for one tile. WHOLE: there is one part only, so that its sums are the
+    result. ONE: the part is one step, whose keys and values are loaded before it is known which of
+    them the rows may see.
     """
     after_previous(PDL)
     dim = tl.arange(0, D)
@@ -223,25 +227,25 @@ def _attend_kernel(
                 q, k, v, key, end, position, high, weight, total, scale, TILE, KEYS, WIDEN
             )
 
-    line = (slot * rows + row) * HEADS + head
+    vector = (slot * rows + row) * HEADS + head
     if WHOLE:
         y = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
         gate_at = ((slot * rows + row) * gate_token + head * D)[:, None] + dim[None, :]
-        place = out_ptr + (line * D)[:, None] + dim[None, :]
+        to = out_ptr + (vector * D)[:, None] + dim[None, :]
         gate = tl.load(gate_ptr + gate_at, mask=real[:, None], other=0.0)
         y = _gated(y, gate, out_ptr.dtype.element_ty)
-        tl.store(place, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
+        tl.store(to, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
     else:
-        _store_part(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D)
+        _store_part(total, high, weight, partial_ptr, stats_ptr, vector, real, dim, D)
 
 
 @triton.jit
-def _store_part(total, high, weight, partial_ptr, stats_ptr, line, real, dim, D: tl.constexpr):
-    """A part's sums and their scale, for _combine_kernel."""
-    line = line * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partial_ptr + (line * D)[:, None] + dim[None, :], total, mask=real[:, None])
-    tl.store(stats_ptr + line * 2, high, mask=real)
-    tl.store(stats_ptr + line * 2 + 1, weight, mask=real)
+def _store_part(total, high, weight, partial_ptr, stats_ptr, vector, real, dim, D: tl.constexpr):
+    """Store a part's sums and their scale, for _combine_kernel."""
+    at = vector * tl.num_programs(0) + tl.program_id(0)
+    tl.store(partial_ptr + (at * D)[:, None] + dim[None, :], total, mask=real[:, None])
+    tl.store(stats_ptr + at * 2, high, mask=real)
+    tl.store(stats_ptr + at * 2 + 1, weight, mask=real)
 
 
 @triton.jit
@@ -251,10 +255,10 @@ def _combine_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query head of a row: its parts up to its own position, WIDTH of its dims."""
+    """One program WIDTH elements of a query head of a row: adds up the parts that reach to it."""
     after_previous(PDL)
-    line = tl.program_id(0).to(tl.int64)
-    token, head = line // HEADS, line % HEADS
+    vector = tl.program_id(0).to(tl.int64)
+    token, head = vector // HEADS, vector % HEADS
     position = tl.load(position_ptr + token // rows * position_slot + token % rows)
     length = tl.load(length_ptr + token // rows)
     count = ((tl.minimum(position + 1, length) + chunk - 1) // chunk).to(tl.int32)
@@ -265,7 +269,7 @@ def _combine_kernel(
     for first in tl.range(0, count, PARTS):
         part = first + tl.arange(0, PARTS)
         live = part < count
-        place = line * parts + part
+        place = vector * parts + part
         highs = tl.load(stats_ptr + place * 2, mask=live, other=float("-inf"))
         weights = tl.load(stats_ptr + place * 2 + 1, mask=live, other=0.0)
         at = partial_ptr + (place * D)[:, None] + dim[None, :]
@@ -279,4 +283,4 @@ def _combine_kernel(
     y = total / tl.where(weight == 0.0, 1.0, weight)
     dtype = out_ptr.dtype.element_ty
     y = _gated(y, tl.load(gate_ptr + token * gate_token + head * D + dim), dtype)
-    tl.store(out_ptr + line * D + dim, y.to(dtype))
+    tl.store(out_ptr + vector * D + dim, y.to(dtype))

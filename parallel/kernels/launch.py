@@ -1,12 +1,11 @@
-"""How a kernel starts: while the one before it still runs, where the device can do that.
+"""Launching a kernel while the one before it still runs, on devices that can do that.
 
     kernel[grid](..., **overlapped(x))        in the kernel: prefetch(weights); after_previous(PDL)
 
-Programmatic dependent launch (capability 9.0): all programs of a kernel say at once that the next
-may start, and wait for the kernel before to end only where they first touch what it wrote. So start
-and drain of short kernels overlap, and a weight streams into the second-level cache meanwhile.
-A kernel launched so must call after_previous before it reads or writes anything but weights, or
-what lies still since an earlier iteration; one that loads those first calls its two halves.
+This is CUDA's programmatic dependent launch (capability 9.0). Each kernel at once permits the next
+one to start, and waits for the one before only where it first needs its results. So short kernels
+overlap at their start and end, and weights are loaded meanwhile. Before it has waited, a kernel may
+read weights and what was last written in an earlier iteration, and nothing else.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -25,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def overlapped(x: Tensor) -> dict[str, Any]:
-    """Launch options on the device of x, with the constexpr PDL that the kernel takes."""
+    """Launch options for the device of x, with the constexpr PDL that such a kernel takes."""
     if x.is_cuda and _has_dependent_launch(x.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -38,28 +37,29 @@ def _has_dependent_launch(device: torch.device) -> bool:
 
 @triton.jit
 def after_previous(PDL: tl.constexpr):
-    """Let the next kernel start; then wait until the one before has ended and its writes show."""
+    """Permit the next kernel to start; then wait until the one before has ended and its writes can
+    be read."""
     let_next_start(PDL)
     wait_for_previous(PDL)
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """First half of after_previous, for a kernel that has work before it waits."""
+    """The first half of after_previous, for a kernel that has work to do before it waits."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Second half of after_previous."""
+    """The second half of after_previous."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def prefetch(at, num_bytes, PDL: tl.constexpr):
-    """Start bringing num_bytes (a multiple of 16) from each pointer of `at` to the L2 cache."""
+    """Start to load num_bytes (a multiple of 16) from each pointer of `at` into the L2 cache."""
     if PDL:
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;",

@@ -1,12 +1,12 @@
-"""Matrix products of few rows, bound by reading the weight once; each is one launch, the head two.
+"""Matrix products of at most 64 rows, whose time is that of reading the weight once; and SwiGLU.
 
-    x [.., K] -> few_rows -> [.., O]      [gate; up] read in one pass -> few_rows_swiglu -> [.., i]
-    hidden [N, K] -> head_top_pair, head_top_pair_fp8 -> the best logit's pair; no logit is stored
+    x [.., K] -> few_rows -> [.., O]             x, [gate; up] -> few_rows_swiglu -> [.., i]
+    hidden [N, K] -> head_top_pair, head_top_pair_fp8 -> the best logit's pair, storing no logit
 
-Up to 8 rows: kernels/resident.py. More: K is split over programs, which hold their piece of the
-weight before the rows are there (up to 32 rows) or are many enough to occupy the device; the last
-to arrive adds up in a fixed order. So a row's result depends on no other row and on no timing.
-Letters: N rows, at most 64 | K inner width | O, i, v columns of a result
+Products of up to 8 rows are in kernels/gemv.py. For more rows K is split over programs. Those of up
+to 32 rows load their piece of the weight before the rows are there, the others are enough programs
+to occupy the device. The last program of a tile to arrive adds up the pieces in a fixed order, so
+that a row's result depends on no other row and on no timing.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -22,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.parallel.group import Mail
+from outrider.parallel.group import OneShotBuffers
+from outrider.parallel.kernels import gemv
+from outrider.parallel.kernels.argmax import LOWEST, key_of, pair_of
 from outrider.parallel.kernels.launch import (
     after_previous,
     let_next_start,
@@ -30,41 +32,44 @@ from outrider.parallel.kernels.launch import (
     prefetch,
     wait_for_previous,
 )
-from outrider.parallel.kernels.peer import takes
-from outrider.parallel.kernels.resident import fits, resident
-from outrider.parallel.kernels.rows import LOWEST, _sortable, pair_of
+from outrider.parallel.kernels.one_shot import has_place
 
 MAX_ROWS = 64
 PROGRAMS = 160
-"""Programs that occupy the device: K is split while that makes at most so many, ..."""
+"""K is split in two as often as the launch then has at most this many programs, ..."""
 LEAST_DEPTH = 256
-"""... and leaves each at least this much of K."""
+"""... each of which has at least this much of K."""
 FIRST_TILES = tl.constexpr(264)
 HEAD_AHEAD = 2048
-"""The head's first programs, two a processor, prefetch so many bytes of each column's weights."""
+"""The first programs of the head, two for each of 132 processors, prefetch this many bytes of the
+weight of each of their columns."""
 HELD_DEPTH = 512
-"""Of K that a program holds in shared memory, four steps of 128, while it waits for the rows."""
+"""How much of K a program loads into shared memory before the rows are there, in 4 steps of 128."""
 HELD_ROWS = 32
-MAX_ARRIVALS = 1 << 12
-"""Counters that a launch may use: one for each tile of a split sum."""
+"""The most rows of a product whose programs do that."""
+SWIGLU_PIECE = 1024
+"""Elements of a row that one program of swiglu takes."""
 
 
 class Tiling(NamedTuple):
-    """One program: `columns` of the weight, `depth` bytes of x's K a step; `split` of K."""
+    """How a product is divided into programs."""
 
     columns: int
+    """Columns of the result, which are rows of the weight, of one program."""
     depth: int
+    """Bytes of a row of x that a program reads in one step."""
     split: int
+    """Parts that K is divided into."""
     warps: int
     stages: int
     weight_first: bool = False
-    """The weight is the left factor: Hopper's own instruction then needs 64 columns, not rows."""
+    """Whether the weight is the left factor. Hopper's matrix instruction wants 64 rows there."""
     held: bool = False
-    """The program's weights are loaded before the wait, all at once."""
+    """Whether a program loads its whole piece of the weight before it waits for the rows."""
 
 
 def rows_tiling(num_rows: int, columns: int, inner: int, bytes_each: int) -> Tiling:
-    """Of few_rows, where an element of x has `bytes_each`."""
+    """The tiling of few_rows, where an element of x has `bytes_each`."""
     if num_rows <= HELD_ROWS and inner % HELD_DEPTH == 0 and bytes_each == 2:
         return Tiling(64, 256, inner // HELD_DEPTH, 4, 1, weight_first=True, held=True)
     tiles = triton.cdiv(columns, 64)
@@ -77,7 +82,7 @@ def rows_tiling(num_rows: int, columns: int, inner: int, bytes_each: int) -> Til
 
 
 def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
-    """Of head_top_pair, where a weight has `bytes_each`."""
+    """The tiling of head_keys, where an element of the weight has `bytes_each`."""
     if num_rows <= 16:
         return Tiling(64 if bytes_each > 1 else 128, 256, 1, 4, 4)
     return Tiling(128, 128, 1, 4, 4) if bytes_each > 1 else Tiling(128, 256, 1, 4, 3)
@@ -86,45 +91,59 @@ def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
 def few_rows(x: Tensor, w: Tensor, arrivals: Tensor) -> Tensor:
     """x [.., K] @ w [O, K]^T -> [.., O] in x's dtype, summed in float32.
 
-    At most 64 rows; the last dim of x has stride 1, w is contiguous. arrivals: MAX_ARRIVALS int32
-    or more, zero before and zero after; one launch at a time may use it.
+    At most MAX_ROWS rows; the last dim of x has stride 1, w is contiguous. arrivals: a counter,
+    int32, for each tile of columns, zero before and after; one launch at a time may use them.
     """
     return _launch_rows(x, w, arrivals, gated=False)
 
 
 def few_rows_swiglu(x: Tensor, w_gate_up: Tensor, arrivals: Tensor) -> Tensor:
-    """few_rows with w [2i, K] = [gate; up], then silu(gate) * up -> [.., i]; rounds as those do."""
+    """few_rows with w [2i, K] = [gate; up], then swiglu -> [.., i]. Rounds where those two do."""
     return _launch_rows(x, w_gate_up, arrivals, gated=True)
 
 
-def can_send(x: Tensor, w: Tensor, mail: Mail) -> bool:
-    """Whether few_rows_sent takes them."""
+def swiglu(gate_up: Tensor) -> Tensor:
+    """As Ops.swiglu."""
+    width = gate_up.shape[-1] // 2
+    x = gate_up.flatten(0, -2) if gate_up.dim() > 1 else gate_up.unsqueeze(0)
+    y = torch.empty(*gate_up.shape[:-1], width, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (x.shape[0], triton.cdiv(width, SWIGLU_PIECE))
+        _swiglu_kernel[grid](
+            x[:, width:], x, y, x.stride(0), x.stride(0),
+            D=width, BLOCK=SWIGLU_PIECE, num_warps=2, **overlapped(x),
+        )  # fmt: skip
+    return y
+
+
+def can_send(x: Tensor, w: Tensor, buffers: OneShotBuffers) -> bool:
+    """Whether few_rows_sent takes x and w."""
     num_rows = x.numel() // x.shape[-1]
-    return num_rows > 0 and fits(x, num_rows) and takes(num_rows, w.shape[0], mail)
+    return num_rows > 0 and gemv.fits(x, num_rows) and has_place(num_rows, w.shape[0], buffers)
 
 
-def few_rows_sent(x: Tensor, w: Tensor, mail: Mail) -> Tensor:
-    """few_rows, and the result on its way to the other ranks: see resident."""
+def few_rows_sent(x: Tensor, w: Tensor, buffers: OneShotBuffers) -> Tensor:
+    """few_rows whose result is also sent to the other ranks (gemv.gemv)."""
     y = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype, device=x.device)
-    resident(_flat(x, w), w, y, gated=False, mail=mail)
+    gemv.gemv(_flat(x, w), w, y, gated=False, buffers=buffers)
     return y
 
 
 def head_top_pair(x: Tensor, w: Tensor, first_id: int) -> Tensor:
-    """x [N, K], w [v, K] of ids from `first_id` -> [N, 2] int32, as top_pair of x @ w^T.
+    """As Ops.head_pair: x [N, K], w [v, K] of the ids from first_id on -> pairs [N, 2] int32.
 
-    The logits round to x's dtype before they are compared.
+    The logits are rounded to x's dtype before they are compared.
     """
     return pair_of(head_keys(x, w), first_id)
 
 
 def head_keys(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
-    """As rows.top_keys of head_top_pair's logits, or of head_top_pair_fp8's with scales."""
+    """As argmax.top_keys of the logits of head_top_pair or, with scales, of head_top_pair_fp8."""
     return _launch_head(x, w, scales)
 
 
 def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> Tensor:
-    """head_top_pair of w8 [v, K] float8_e4m3fn times scales [v] float32; |x| < 65504.
+    """As Ops.head_pair_fp8: w8 [v, K] float8_e4m3fn, scales [v] float32, |x| < 65504.
 
     Needs capability 8.9.
     """
@@ -132,7 +151,8 @@ def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> T
 
 
 def _flat(x: Tensor, w: Tensor) -> Tensor:
-    """x as [N, K]; the stride of an only row, which nobody uses, as if there were more."""
+    """x as [N, K]. A single row gets the stride that one of many has: no kernel uses it, but Triton
+    would compile another one for another stride."""
     inner = x.shape[-1]
     flat = x.as_strided((1, inner), (inner, 1)) if x.numel() == inner else x.reshape(-1, inner)
     if flat.shape[0] > MAX_ROWS or flat.shape[1] != w.shape[1]:
@@ -149,8 +169,8 @@ def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    if fits(flat, num_rows):
-        resident(flat, w, y, gated=gated)
+    if gemv.fits(flat, num_rows):
+        gemv.gemv(flat, w, y, gated=gated)
         return y
     tiling = rows_tiling(num_rows, w.shape[0], inner, x.element_size())
     tiles = triton.cdiv(width, tiling.columns // 2 if gated else tiling.columns)
@@ -187,14 +207,14 @@ def _launch_head(x: Tensor, w: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _factor(x: Tensor, w: Tensor) -> tl.dtype:
-    """What the tensor cores multiply. Interpreted there is no bfloat16 product."""
-    if w.dtype == torch.float8_e4m3fn:  # two to float16 in one instruction; to bfloat16 in three
+    """The dtype that is multiplied. Triton's interpreter has no product of bfloat16."""
+    if w.dtype == torch.float8_e4m3fn:  # one instruction converts two to float16, three to bfloat16
         return tl.float16
     return tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32
 
 
 def _padded(num_rows: int) -> int:
-    """Rows of a tensor core's tile."""
+    """Rows of a tile that the tensor cores can multiply."""
     return max(16, int(triton.next_power_of_2(num_rows)))
 
 
@@ -205,7 +225,8 @@ def _rows_kernel(
     DEPTH: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
     HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one split of K of one tile of columns, gate and up of a column side by side."""
+    """One program: one part of K for one tile of columns. With GATED, the gate and the up column of
+    each column of the result are neighbours in the tile."""
     let_next_start(PDL)
     split, tile = tl.program_id(0), tl.program_id(1)
     n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -241,7 +262,7 @@ def _rows_kernel(
             tl.store(arrivals + tile, 0)
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             for s in tl.static_range(SPLIT):
-                # .cg: others wrote it, so not from this processor's first-level cache
+                # .cg: other processors wrote it, so this one's L1 cache may be out of date
                 total += tl.load(at + s * part, mask=inside, other=0.0, cache_modifier=".cg")
             _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
 
@@ -252,7 +273,7 @@ def _held_product(
     K: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """_product of a whole piece, with all of the weight on chip before the wait."""
+    """As _product, for a K that the steps divide; loads its piece of the weight before it waits."""
     k = first + tl.arange(0, DEPTH)
     w_at = w + o.to(tl.int64)[:, None] * K + k[None, :]
     held = ()
@@ -273,7 +294,7 @@ def _product(
     K: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Rows n of x times rows o of w, over STEPS * DEPTH of K from `first`, in float32."""
+    """Rows n of x times rows o of w, over STEPS * DEPTH of K from `first` on, in float32."""
     k = first + tl.arange(0, DEPTH)
     x_at = x + n[:, None] * x_row + k[None, :]
     w_at = w + o.to(tl.int64)[None, :] * K + k[:, None]
@@ -302,7 +323,7 @@ def _write(
     total, y, num_rows, n, tile, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """A finished tile, rounded; with GATED as rows.swiglu rounds."""
+    """Store a finished tile, rounded. With GATED, swiglu of it, rounded where swiglu rounds."""
     dtype = y.dtype.element_ty
     rounded = total.to(dtype)
     if GATED:
@@ -317,6 +338,24 @@ def _write(
         tl.store(to, rounded, mask=(n < num_rows)[:, None] & (o < width)[None, :])
 
 
+@triton.jit
+def _swiglu_kernel(
+    x_ptr, gate_ptr, y_ptr, x_row, gate_row,
+    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a piece of a row: x * silu(gate), where silu(gate) is rounded first."""
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < D
+    dtype = y_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
+    factor = gate * tl.sigmoid(gate)
+    y = x * factor.to(dtype).to(tl.float32)
+    tl.store(y_ptr + row * D + at, y.to(dtype), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _head_kernel(
     x, w, scales, best, num_rows, x_row, width,
@@ -324,7 +363,7 @@ def _head_kernel(
     FP8: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best logit of each row in one tile of the vocabulary."""
+    """One program: the key of each row's best logit in one tile of the vocabulary."""
     tile = tl.program_id(0)
     n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     o = tile * COLUMNS + c
@@ -340,6 +379,6 @@ def _head_kernel(
     if FP8:
         total *= tl.load(scales + o, mask=o < width, other=0.0)[None, :]
     logits = total.to(x.dtype.element_ty).to(tl.float32)
-    key = tl.where((o < width)[None, :], _sortable(logits, o[None, :]), LOWEST)
+    key = tl.where((o < width)[None, :], key_of(logits, o[None, :]), LOWEST)
     at = best + n * tl.num_programs(0) + tile
     tl.store(at, tl.max(key, 1), mask=n < num_rows)

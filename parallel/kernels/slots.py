@@ -1,11 +1,10 @@
-"""What begins and ends a pass, one launch each: embedding rows with their norm, and the commit.
+"""The memory of the slots: gathered for a batch when an iteration begins, advanced when it ends.
 
-    tokens -> table rows -> embed_rms_norm (target)      tokens, hidden -> mtp_input (draft)
-    slots' memory -> recall -> its rows by place in the batch
-    drafts, targets -> accept_commit -> kept, and the slots' memory advanced
+    slots, memory -> gather_slots -> GatheredSlots, by index in the batch
+    drafts, targets -> accept_commit -> kept, and the memory advanced by as many rows
 
-They equal Ops' operations of these names. Token ids must lie in the table.
-Letters: B slots of a batch | K drafts | R = K+1 rows | H hidden | V table rows
+Each equals the operation of its name in parallel/ops.py, in one launch.
+Letters: B slots of a batch | K drafts | R = K+1 rows | H hidden
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -22,40 +21,13 @@ from outrider.parallel.kernels.launch import after_previous, overlapped
 from outrider.parallel.operands import GatheredSlots, SlotMemory
 
 PAGE_PIECE = 128
-"""Page numbers that one step of a recall copies."""
+"""Page numbers that one step of gather_slots copies."""
 COPY_PIECE = 1024
-"""Elements of a hidden row that one step of the commit copies."""
-
-
-def embed_rms_norm(
-    tokens: Tensor, table: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """tokens [B, R] int64, table [V, H], scale [H] float32 -> (norm of their rows, the rows)."""
-    width = table.shape[1]
-    y = torch.empty(*tokens.shape, width, dtype=table.dtype, device=table.device)
-    x = torch.empty_like(y)
-    _launch(tokens, table, x, scale, scale, y, x, eps, pair=False)
-    return y, x
-
-
-def mtp_input(
-    tokens: Tensor,
-    table: Tensor,
-    hidden: Tensor,
-    token_scale: Tensor,
-    hidden_scale: Tensor,
-    eps: float,
-) -> Tensor:
-    """tokens [B, R], hidden [B, R, H] -> [B, R, 2H]: norm of the tokens' rows | norm of hidden."""
-    width = table.shape[1]
-    y = torch.empty(*tokens.shape, 2 * width, dtype=table.dtype, device=table.device)
-    hidden = hidden.contiguous()
-    _launch(tokens, table, hidden, token_scale, hidden_scale, y, y, eps, pair=True)
-    return y
+"""Elements of a row's hidden that one step copies."""
 
 
 def gather_slots(slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -> GatheredSlots:
-    """As Ops.gather_slots; tensors of one dtype are views of one block."""
+    """As Ops.gather_slots."""
     batch, pages = len(slots), table.shape[1]
     numbers = torch.empty(5, batch, dtype=torch.int64, device=slots.device)
     fresh = torch.empty(batch, width, dtype=torch.int64, device=slots.device)
@@ -63,7 +35,7 @@ def gather_slots(slots: Tensor, memory: SlotMemory, table: Tensor, width: int) -
     wide = memory.hidden.shape[-1]
     hidden = torch.empty(batch, width, wide, dtype=memory.hidden.dtype, device=slots.device)
     if batch:
-        _recall_kernel[(width, batch)](
+        _gather_kernel[(width, batch)](
             slots, memory.length, memory.last, memory.kept, memory.fold, memory.fresh,
             memory.hidden, table, numbers, fresh, hidden, own_table, batch,
             memory.fresh.stride(0), *memory.hidden.stride()[:2], table.stride(0), pages,
@@ -98,69 +70,23 @@ def accept_commit(
     return kept
 
 
-def _launch(
-    tokens: Tensor,
-    table: Tensor,
-    hidden: Tensor,
-    scale: Tensor,
-    hidden_scale: Tensor,
-    y: Tensor,
-    x: Tensor,
-    eps: float,
-    pair: bool,
-) -> None:
-    width = table.shape[1]
-    assert table.is_contiguous()
-    if not tokens.numel():
-        return
-    tokens = tokens.reshape(-1)
-    _embed_kernel[(tokens.numel(), 2 if pair else 1)](
-        tokens, table, hidden, scale, hidden_scale, y, x, eps,
-        H=width, BLOCK=triton.next_power_of_2(width), PAIR=pair,
-        num_warps=min(8, max(1, width // 512)), **overlapped(table),
-    )  # fmt: skip
-
-
-@triton.jit
-def _embed_kernel(
-    tokens, table, hidden, scale, hidden_scale, y, x, eps,
-    H: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program a row; with PAIR a second one for its hidden, to the right of the first."""
-    row, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    inside = at < H
-    weight = tl.load((hidden_scale if second else scale) + at, mask=inside, other=0.0)
-    after_previous(PDL)
-    if second:
-        value = tl.load(hidden + row * H + at, mask=inside, other=0.0)
-    else:
-        value = tl.load(table + tl.load(tokens + row) * H + at, mask=inside, other=0.0)
-    wide = value.to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps) * weight).to(y.dtype.element_ty)
-    if PAIR:
-        tl.store(y + (row * 2 + second) * H + at, normed, mask=inside)
-    else:
-        tl.store(y + row * H + at, normed, mask=inside)
-        tl.store(x + row * H + at, value, mask=inside)
-
-
 @triton.jit(do_not_specialize=["batch", "num_pages"])
-def _recall_kernel(
+def _gather_kernel(
     slots, length, last, kept, fold, fresh, stored, table, numbers, fresh_out, hidden, table_out,
     batch, fresh_s, stored_s, stored_x, table_s, num_pages,
     H: tl.constexpr, PIECE: tl.constexpr, PAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of a slot copies its hidden; the row 0 program also the slot's numbers."""
+    """One program a row of a slot copies its hidden and token; that of row 0 also copies the slot's
+    numbers and pages."""
     row, b = tl.program_id(0), tl.program_id(1)
     after_previous(PDL)
     slot = tl.load(slots + b)
-    line = b * tl.num_programs(0) + row
-    source, to = stored + slot * stored_s + row * stored_x, hidden + line.to(tl.int64) * H
+    out_row = b * tl.num_programs(0) + row
+    source, to = stored + slot * stored_s + row * stored_x, hidden + out_row.to(tl.int64) * H
     for first in tl.static_range(0, H, PIECE):
         at = first + tl.arange(0, PIECE)
         tl.store(to + at, tl.load(source + at, mask=at < H), mask=at < H)
-    tl.store(fresh_out + line, tl.load(fresh + slot * fresh_s + row))
+    tl.store(fresh_out + out_row, tl.load(fresh + slot * fresh_s + row))
     if row == 0:
         rows_held, rows_kept = tl.load(length + slot), tl.load(kept + slot)
         tl.store(numbers + b, rows_held)
@@ -182,7 +108,7 @@ def _commit_kernel(
     DRAFTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr,
     PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row of a slot copies its hidden; the row 0 program also accepts."""
+    """One program a row of a slot copies its hidden; that of row 0 also decides what is kept."""
     row, b = tl.program_id(0), tl.program_id(1)
     after_previous(PDL)
     slot = tl.load(slots + b)
@@ -196,7 +122,7 @@ def _commit_kernel(
         target = tl.load(targets + b * target_b + t * target_r, mask=t < ROWS, other=0)
         offered = (t < DRAFTS) & (t < tl.load(limits + b))
         draft = tl.load(drafts + b * draft_b + t * draft_k, mask=offered, other=0)
-        # rows before the first that was not offered or does not agree
+        # the index of the first draft that was not offered or differs from the target's token
         wrong = tl.where(offered & (draft == target), BLOCK, t)
         agreed = tl.minimum(tl.min(wrong, 0), DRAFTS).to(tl.int64)
         tl.store(fresh + slot * fresh_s + t, target, mask=t < ROWS)

@@ -52,7 +52,7 @@ def logits_by(team: Team, ids: list[int], chunks: list[int]) -> torch.Tensor:
                     prefill=True,
                 )
                 hidden = it.target(torch.tensor([ids[start : start + count]]), rows)
-                it.states.kept[slots] = 0
+                it.states.fold[slots] = 0
                 out.append(it.head.logits(hidden[0]))
                 start += count
             return torch.cat(out)
@@ -108,7 +108,7 @@ def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) ->
                     Join(slot=0, request=0, tokens=ids, pages=pages, sampling=Sampling())
                 )
                 it.states.reset(0)
-                slots, at, waiting = torch.tensor([0]), 40, 0
+                slots, at, max_fold = torch.tensor([0]), 40, 0
                 rows = it.slots.rows(
                     slots,
                     torch.tensor([0]),
@@ -126,13 +126,13 @@ def test_verify_rows_with_any_kept_prefix_equal_transformers(case, size: int) ->
                         torch.tensor([6]),
                         6,
                         it.slots.table_of(slots, 32),
-                        fold=it.states.kept[slots],
-                        waiting=waiting,
+                        fold=it.states.fold[slots],
+                        max_fold=max_fold,
                     )
                     hidden = it.target(torch.tensor([tokens]), rows)
                     errors.append((it.head.logits(hidden[0, :kept]) - want[at : at + kept]).abs())
-                    it.states.kept[slots] = torch.tensor([kept])
-                    at, waiting = at + kept, 6
+                    it.states.fold[slots] = torch.tensor([kept])
+                    at, max_fold = at + kept, 6
             return torch.cat(errors).max()
 
     assert max(team.each(work)) < TOLERANCE * want.abs().max()

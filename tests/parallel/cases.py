@@ -1,4 +1,4 @@
-"""Inputs that tests of several backends share."""
+"""Inputs and comparisons that tests of several backends share; kernels run on DEVICE."""
 
 from __future__ import annotations
 
@@ -7,11 +7,34 @@ from torch import Tensor
 
 from outrider.parallel.operands import Rows, SlotMemory
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+BFLOAT16_TOLERANCE = 2.0**-7 if DEVICE == "cuda" else 2.0**-5
+"""One rounding more or less. Triton's interpreter truncates to bfloat16 where a GPU rounds, which
+costs one unit at each rounding."""
+EPS = 1e-6
 EXTRA_ROWS = 2
 """Rows that the slots' memory has beyond those of the pass."""
-
-
 UNUSED = torch.empty(0)
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def on_device(*tensors: Tensor) -> list[Tensor]:
+    return [t.to(DEVICE) for t in tensors]
+
+
+def close(got: Tensor, want: Tensor, float32: float = 2e-6) -> None:
+    """Same shape and dtype, and differences of at most a tolerance times 1 + |want|: `float32`, for
+    sums in another order, or BFLOAT16_TOLERANCE."""
+    got = got.cpu()
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    near = float32 if want.dtype == torch.float32 else BFLOAT16_TOLERANCE
+    error = (got.float() - want.float()).abs()
+    assert (error <= near * (1.0 + want.float().abs())).all(), error.max()
 
 
 def written_rows(cos: Tensor, sin: Tensor, kv_index: Tensor) -> Rows:

@@ -2,8 +2,8 @@
 
     python -m tests.parallel.compile_kernels -> JSON: names of the kernels compiled, and of all
 
-The interpreter shows what a kernel computes, not that it compiles. Here the launchers run on CPU
-tensors that call themselves CUDA's, and a launch ends after the compiler.
+Triton's interpreter shows what a kernel computes, not that it compiles. Here the launchers get CPU
+tensors whose is_cuda is True, and a launch ends once the kernel is compiled.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from outrider.parallel.group import Hall, Mail
+from outrider.parallel.group import OneShotBuffers, TwoShotBuffers
 from outrider.parallel.kernels import (
+    argmax,
     attention,
-    gdn,
+    gdn_prefill,
+    gdn_verify,
+    gemv,
     launch,
     matmul,
-    peer,
-    place,
-    prompt,
-    resident,
-    rows,
+    norms,
+    one_shot,
+    pages,
     slots,
     two_shot,
 )
@@ -76,18 +77,18 @@ def products(arrivals: Tensor) -> None:
 
 
 def passes(batch: int, num_rows: int) -> None:
-    """Everything else, for `batch` slots with `num_rows` rows each."""
+    """The rest of a pass, for `batch` slots with `num_rows` rows each."""
     scale, hidden = torch.zeros(H), bf16(batch, num_rows, H)
-    rows.add_rms_norm(hidden, hidden, scale, 1e-6)
-    rows.swiglu(bf16(batch * num_rows, 12288))
-    rows.choose_pair(torch.zeros(2, batch, 2, dtype=torch.int32))
-    rows.top_pair(bf16(batch * num_rows, 124160), 0)
+    norms.add_rms_norm(hidden, hidden, scale, 1e-6)
+    matmul.swiglu(bf16(batch * num_rows, 12288))
+    argmax.choose_pair(torch.zeros(2, batch, 2, dtype=torch.int32))
+    argmax.top_pair(bf16(batch * num_rows, 124160), 0)
     table = bf16(100, H)
-    slots.embed_rms_norm(ints(batch, num_rows), table, scale, 1e-6)
-    slots.mtp_input(ints(batch, num_rows), table, hidden, scale, scale, 1e-6)
+    norms.embed_rms_norm(ints(batch, num_rows), table, scale, 1e-6)
+    norms.mtp_input(ints(batch, num_rows), table, hidden, scale, scale, 1e-6)
     turn = torch.zeros(PAGES * PAGE, 64)
     who, table = ints(batch), ints(batch, PAGES)
-    positions, index, cos, sin, lengths = place.locate_rows(
+    positions, index, cos, sin, lengths = pages.locate_rows(
         who, who, table, turn, turn, num_rows, PAGE
     )
     where = Rows(
@@ -95,14 +96,14 @@ def passes(batch: int, num_rows: int) -> None:
         counts=who, cos=cos, sin=sin,
     )  # fmt: skip
     for n, m in ((4, 1), (8, 2)):
-        pages = bf16(100, PAGE, m, D)
+        kv = bf16(100, PAGE, m, D)
         proj = bf16(batch, num_rows, (2 * n + 2 * m) * D)
         qk, v, gate = proj.split_with_sizes(((n + m) * D, m * D, n * D), -1)
         qk, v = qk.unflatten(-1, (n + m, D)), v.unflatten(-1, (m, D))
         scales = torch.zeros(n + m, D)
-        q = rows.qk_norm_rope_write(qk, v, scales, 1e-6, pages, pages, where)
-        rows.qk_norm_rope_write(qk[:, :, n:], v, scales[n:], 1e-6, pages, pages, where)
-        attention.paged_attention(q, pages, pages, where, gate)
+        q = pages.qk_norm_rope_write(qk, v, scales, 1e-6, kv, kv, where)
+        pages.qk_norm_rope_write(qk[:, :, n:], v, scales[n:], 1e-6, kv, kv, where)
+        attention.paged_attention(q, kv, kv, where, gate)
 
 
 def delta_net(batch: int, num_rows: int, arrivals: Tensor) -> None:
@@ -110,29 +111,30 @@ def delta_net(batch: int, num_rows: int, arrivals: Tensor) -> None:
     proj = bf16(batch, num_rows, sum(own.widths))
     if num_rows > X:
         z = proj.split_with_sizes(own.widths, -1)[1].unflatten(-1, (8, 128))
-        prompt.prompt_inputs(proj, own, who, who)
-        prompt.keep_window(proj, own, who, who)
-        prompt.gated_rms_norm(bf16(batch, num_rows, 8, 128), z, own.norm_weight, 1e-6, "silu")
+        gdn_prefill.chunk_inputs(proj, own, who, who)
+        gdn_prefill.keep_window(proj, own, who, who)
+        norms.gated_rms_norm(bf16(batch, num_rows, 8, 128), z, own.norm_weight, 1e-6, "silu")
         return
-    gdn.gdn_verify(proj, own, who, who, X, arrivals)
+    gdn_verify.gdn_verify(proj, own, who, who, X, arrivals)
 
 
 def exchange(num_rows: int) -> None:
-    inbox = ints(2, 2, 256, 2560)
-    mail = Mail(inbox, ints(2), torch.zeros(256, dtype=torch.int32), 0, 2)
+    """What the ranks send each other, for so many rows."""
+    sequence = torch.zeros(256, dtype=torch.int32)
+    buffers = OneShotBuffers(ints(2, 2, 256, 2560), ints(2), sequence, 0, 2)
     part = bf16(num_rows, H)
-    peer.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, mail)
-    peer.choose_over_ranks(ints(num_rows, 1940), 0, mail)
-    if num_rows <= resident.MAX_ROWS:
-        part = matmul.few_rows_sent(bf16(num_rows, 1024), bf16(H, 1024), mail)
-        peer.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, mail, sent=True)
-    flags, turns = torch.zeros(2, 2, 128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
-    hall = Hall(bf16(2, 1 << 22), bf16(1 << 23), flags, ints(3, 2), turns, 0, 2)
-    two_shot.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, hall)
+    one_shot.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, buffers)
+    one_shot.choose_over_ranks(ints(num_rows, 1940), 0, buffers)
+    if num_rows <= gemv.MAX_ROWS:
+        part = matmul.few_rows_sent(bf16(num_rows, 1024), bf16(H, 1024), buffers)
+        one_shot.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, buffers, sent=True)
+    flags, sequence = torch.zeros(2, 2, 128, dtype=torch.int32), sequence[:128]
+    many = TwoShotBuffers(bf16(2, 1 << 22), bf16(1 << 23), flags, ints(3, 2), sequence, 0, 2)
+    two_shot.sum_add_rms_norm(part, part, torch.zeros(H), 1e-6, many)
 
 
 def ends(batch: int) -> None:
-    """Of an iteration."""
+    """The beginning and the end of an iteration."""
     memory = SlotMemory(
         length=ints(9), last=ints(9), kept=ints(9), fold=ints(9), fresh=ints(9, X),
         hidden=bf16(9, X, H),
@@ -158,14 +160,15 @@ def everything() -> None:
 def kernels() -> Iterator[str]:
     """Names of all kernels that launch."""
     for module in (
+        argmax,
         attention,
-        gdn,
+        gdn_prefill,
+        gdn_verify,
+        gemv,
         matmul,
-        peer,
-        place,
-        prompt,
-        resident,
-        rows,
+        norms,
+        one_shot,
+        pages,
         slots,
         two_shot,
     ):

@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton kernels run interpreted; set before any of them is decorated."""
+"""Where there is no GPU, Triton kernels run interpreted, which is decided when they are defined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def _loops_of_measured_length() -> None:
-    """Triton before 3.9 makes a loop bound from an array of one, which NumPy 2.4 refuses."""
+    """Triton before 3.9 reads loop bounds from arrays of one element, which NumPy 2.4 refuses."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

@@ -55,7 +55,7 @@ def test_an_empty_intersection_names_the_allowed_cpus() -> None:
 
 PIN_WITH_THREADS = """
 import os, threading
-from parallel import affinity
+from outrider.parallel import affinity
 stop = threading.Event()
 threads = [threading.Thread(target=stop.wait) for _ in range(3)]
 for thread in threads: thread.start()

@@ -1,4 +1,4 @@
-"""What a graph does when an operation cannot be captured; the graphs themselves need a GPU."""
+"""What Graphs does when an operation cannot be captured. Graphs themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.parallel.ops import Ops
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    """Graphs of a device that captures by running, so that errors are the operations' own."""
+    """Graphs of a device whose capture runs the work, so that operations raise their own errors."""
 
     @contextlib.contextmanager
     def capture(graph: object, **_: object) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Groups of ranks: threads and processes give the whole sum and rank order, for many rows."""
+"""Groups of ranks as threads and as processes: sums are whole, gathers are in rank order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from outrider.parallel.vocab import LMHead
 
 
 def exercise(member: group.Group) -> list:
-    """A mix of sizes and dtypes, also beyond one shared buffer; returns what must be equal."""
+    """Collectives of many sizes and dtypes, some larger than a shared buffer.
+
+    -> sums, which must be the same on all ranks.
+    """
     out = []
     for rows, width in ((1, 1), (5, 7), (3, 1 << 20), (600, 2048)):
         x = torch.arange(rows * width, dtype=torch.float32).view(rows, width) * (member.rank + 1)
@@ -26,7 +29,7 @@ def exercise(member: group.Group) -> list:
         assert gathered.shape == (member.size, *x[:, :2].shape)
         for other in range(member.size):
             assert torch.equal(gathered[other] * (member.rank + 1), x[:, :2] * (other + 1))
-    for step in range(300):  # buffers are used in turn: no rank may overtake another
+    for step in range(300):  # two buffers alternate: no rank may overtake another
         x = torch.full((4,), float(step * 10 + member.rank))
         total = sum(step * 10 + r for r in range(member.size))
         assert member.all_reduce(x.clone()).tolist() == [total] * 4
@@ -99,7 +102,7 @@ def test_a_rank_that_stays_away_is_named() -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    with pytest.raises(group.CollectiveError, match="rank 1 did not come"):
+    with pytest.raises(group.CollectiveError, match="rank 1 did not reach"):
         members[0].all_reduce(torch.ones(2))
     members[1].close()
     with pytest.raises(group.CollectiveError, match="has left"):
@@ -109,7 +112,7 @@ def test_a_rank_that_stays_away_is_named() -> None:
 @pytest.mark.skipif(not group.shm_available(), reason="needs Linux on x86-64")
 def test_a_rank_that_never_connects_leaves_nothing_behind() -> None:
     store = group.host_store("127.0.0.1")
-    with pytest.raises(group.CollectiveError, match="1 of 2 ranks came"):
+    with pytest.raises(group.CollectiveError, match="1 of 2 ranks connected"):
         group.connect(store, 0, 2, "shm", timeout_s=0.2)
     assert not list(Path("/dev/shm").glob("outrider-*"))
 

@@ -1,4 +1,4 @@
-"""Paged attention in Triton against the definition, in float32 on the same inputs."""
+"""Paged attention in Triton against the definition, which runs in float32 on the same inputs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ pytest.importorskip("triton")
 
 from outrider.parallel.kernels import attention
 from outrider.parallel.ops import Ops
-from tests.parallel.cases import attending_rows
+from tests.parallel.cases import DEVICE, attending_rows
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2 if DEVICE == "cuda" else 6e-2}
-"""Absolute, for outputs up to about 3. The interpreter cuts to bfloat16 where a GPU rounds."""
+"""Absolute, for results up to about 3. Triton's interpreter truncates to bfloat16."""
 
 
 def filled(lengths, rows, n, m, d, page, dtype=torch.float32, seed=0, spare=0):
-    """Ragged slots with scattered pages; NaN in every place that no slot's length covers."""
+    """Slots of these lengths, with pages in no order that are NaN beyond the lengths.
+
+    -> q, k pages, v pages, block table, positions, lengths
+    """
     generator = torch.Generator().manual_seed(seed)
     slots, width = len(lengths), max(1, -(-max(lengths) // page)) + spare
     pages = torch.randperm(slots * width, generator=generator) + 1
@@ -37,7 +39,7 @@ def filled(lengths, rows, n, m, d, page, dtype=torch.float32, seed=0, spare=0):
 
 
 def open_gate(q):
-    """A gate of 100 is a factor of 1."""
+    """A gate of 100, whose sigmoid is 1."""
     return torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), 100.0, dtype=q.dtype)
 
 
@@ -54,7 +56,7 @@ def run(arguments, gate=None):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Parts of 16 keys, combined two at a time: many of them in a short context."""
+    """Parts of 16 keys, added up two at a time, so that a short context has many of them."""
     set_chunk(monkeypatch, 16)
 
 
@@ -77,7 +79,7 @@ def set_chunk(monkeypatch, keys: int) -> None:
 )
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_equals_the_definition(monkeypatch, dtype, rows, n, m, d, page, chunk) -> None:
-    """Ragged lengths, odd groups, rows over one tile, one part or several."""
+    """Different lengths, 1 to 4 query heads a kv head, one and several tiles and parts."""
     set_chunk(monkeypatch, chunk)
     arguments = filled([33, 1, 61], rows, n, m, d, page, dtype)
     cut = attention.split_work(3, rows, n, m, arguments[3].shape[1] * page)
@@ -89,14 +91,14 @@ def test_equals_the_definition(monkeypatch, dtype, rows, n, m, d, page, chunk) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_served_shape(dtype) -> None:
-    """Width 256, six rows; parts past a slot's length do nothing."""
+    """Width 256 and six rows. Parts beyond a slot's length do nothing."""
     arguments = filled([70, 5], 6, 4, 1, 256, 16, dtype, spare=12)
     assert attention.split_work(2, 6, 4, 1, arguments[3].shape[1] * 16).parts == 5
     assert (run(arguments).float() - defined(*arguments)).abs().max() < TOLERANCE[dtype]
 
 
 def test_prefill_tiles() -> None:
-    """A chunk of many rows behind an earlier one, in several tiles."""
+    """A chunk of many rows after an earlier chunk, in several tiles."""
     arguments = filled([70, 50], 40, 4, 1, 32, 16)
     assert attention.split_work(2, 40, 4, 1, 80).tiles == 3
     out = run(arguments)
@@ -117,7 +119,7 @@ def test_the_gate_is_a_view_of_the_projection(monkeypatch, dtype, chunk) -> None
 
 
 def test_nothing_to_see_is_zero(small_parts) -> None:
-    """Padding slots: no length, or negative positions; the others are as without them."""
+    """Padding has length 0 or negative positions. The other rows are as without it."""
     arguments = filled([20, 0, 37], 3, 4, 2, 32, 16)
     arguments[4][0, 0] = -1
     out, want = run(arguments), defined(*arguments)
@@ -128,7 +130,7 @@ def test_nothing_to_see_is_zero(small_parts) -> None:
 
 
 def test_a_row_depends_on_its_position_only(small_parts) -> None:
-    """The same row elsewhere in a tile, with a longer context behind it: the same bits."""
+    """A row has the same bits at another place of its tile, and with a longer context after it."""
     q, k_pages, v_pages, table, positions, lengths = filled([50], 6, 4, 1, 32, 16)
     want = run((q, k_pages, v_pages, table, positions, lengths))
     shifted = torch.cat((q[:, 4:], q[:, :4]), 1)

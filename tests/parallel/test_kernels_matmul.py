@@ -1,28 +1,25 @@
-"""Products of few rows, plain, gated and as the best logit, in Triton, against the definition."""
+"""Products of few rows, plain, gated and as the best logit, and SwiGLU, against the definition."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from outrider.parallel.backends.cuda import MAX_ARRIVALS
 from outrider.parallel.kernels import matmul
 from outrider.parallel.ops import Ops
 from outrider.parallel.vocab import quantise_rows
+from tests.parallel import cases
+from tests.parallel.cases import DEVICE, DTYPES, rand
 
 OPS = Ops()
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7 if CUDA else 2.0**-5}
-"""Relative: float32 sums in another order; bfloat16 one rounding more or less. Interpreted,
-bfloat16 is cut, not rounded: one unit of each of its roundings."""
+CUDA = DEVICE == "cuda"
+close = partial(cases.close, float32=1e-5)
 NUM_ROWS = [1, 2, 6, 16, 17, 48, 64]
-
-
-def rand(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def weight(rows, inner, dtype, seed=1):
@@ -30,20 +27,12 @@ def weight(rows, inner, dtype, seed=1):
 
 
 def counters():
-    return torch.zeros(matmul.MAX_ARRIVALS, dtype=torch.int32, device=DEVICE)
-
-
-def close(got, want) -> None:
-    got = got.cpu()
-    assert got.dtype == want.dtype
-    assert got.shape == want.shape
-    error = (got.float() - want.float()).abs()
-    assert (error <= TOLERANCE[want.dtype] * (1.0 + want.float().abs())).all(), error.max()
+    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.fixture
 def split(monkeypatch):
-    """Tests use small weights: let them be split as large ones are."""
+    """Small weights, as tests have, are split as large ones are."""
     monkeypatch.setattr(matmul, "LEAST_DEPTH", 128)
 
 
@@ -63,12 +52,12 @@ def test_few_rows(dtype, num_rows, columns, inner) -> None:
 
 
 def test_tilings_of_many_shapes() -> None:
-    """The counters suffice, and every split has enough of K."""
+    """There are enough counters, and every split has at least LEAST_DEPTH of K."""
     for columns in (32, 1000, 2048, 2560, 4112, 6144, 12288, 124160):
         for inner in (512, 1024, 2048, 3072, 4096, 6144):
             for num_rows in NUM_ROWS:
                 tiling = matmul.rows_tiling(num_rows, columns, inner, 2)
-                assert tiling.split == 1 or -(-columns // tiling.columns) <= matmul.MAX_ARRIVALS
+                assert tiling.split == 1 or -(-columns // tiling.columns) <= MAX_ARRIVALS
                 assert tiling.split == 1 or inner // tiling.split >= matmul.LEAST_DEPTH
 
 
@@ -76,7 +65,7 @@ def test_tilings_of_many_shapes() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [2, 34])
 def test_views_and_leading_dims(dtype, num_rows) -> None:
-    """x is a part of a wider row, with NaN around it."""
+    """x is a view of wider rows, which are NaN elsewhere."""
     wide = torch.full((2, num_rows // 2, 300 + 33), float("nan"), dtype=dtype)
     wide[..., 16:272] = rand(2, num_rows // 2, 256, dtype=dtype)
     w, arrivals = weight(40, 256, dtype), counters()
@@ -109,7 +98,7 @@ def test_few_rows_swiglu(dtype, num_rows, width, inner) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_beside_any_others(dtype) -> None:
-    """Bit for bit, NaN and infinity beside it included; and the same again in another launch."""
+    """A row has the same bits beside any other rows, also NaN and infinity, and in each launch."""
     x, w, arrivals = rand(7, 512, dtype=dtype), weight(70, 512, dtype).to(DEVICE), counters()
     other = rand(7, 512, seed=5, dtype=dtype)
     other[2], other[5] = float("nan"), float("inf")
@@ -127,7 +116,7 @@ def test_a_row_is_the_same_beside_any_others(dtype) -> None:
 @pytest.mark.parametrize("weight_first", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_other_tilings(monkeypatch, weight_first, gated) -> None:
-    """Any tiling computes the same; here splits of which the last is short, or empty."""
+    """Any tiling computes the same, also where the last split of K is short or empty."""
     x, w, arrivals = rand(5, 200), weight(150, 200, torch.float32), counters()
     for split in (1, 3, 4):
         tiling = matmul.Tiling(64, 256, split, 4, 2, weight_first)
@@ -137,8 +126,17 @@ def test_other_tilings(monkeypatch, weight_first, gated) -> None:
         close(run(x.to(DEVICE), w.to(DEVICE), arrivals), OPS.swiglu(want) if gated else want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2 * 700), (2, 3, 2 * 65), (2 * 48,)])
+def test_swiglu(dtype, shape) -> None:
+    x = rand(*shape, dtype=dtype) * 4
+    close(matmul.swiglu(x.to(DEVICE)), OPS.swiglu(x))
+    wide = torch.cat((x, x), -1).to(DEVICE)
+    close(matmul.swiglu(wide[..., : shape[-1]]), OPS.swiglu(x))
+
+
 def integers(*shape, seed, dtype):
-    """-1, 0 and 1: sums of products of these are exact in any order, and tie often."""
+    """-1, 0 and 1: sums of products of these are exact in any order, and are often equal."""
     return rand(*shape, seed=seed).round().clamp(-1, 1).to(dtype)
 
 
@@ -146,7 +144,7 @@ def integers(*shape, seed, dtype):
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize(("share", "inner"), [(700, 64), (65, 100)])
 def test_head_top_pair(dtype, num_rows, share, inner) -> None:
-    """Sums of small integers: the same pair exactly, the first of equal logits."""
+    """Sums of small integers are exact, so the pair is the same: that of the first best logit."""
     x = integers(num_rows, inner, seed=0, dtype=dtype)
     w = integers(share, inner, seed=1, dtype=dtype)
     got = matmul.head_top_pair(x.to(DEVICE), w.to(DEVICE), 1000)
@@ -156,7 +154,7 @@ def test_head_top_pair(dtype, num_rows, share, inner) -> None:
 
 
 def test_logits_round_before_they_are_compared() -> None:
-    """257 and 256 are one bfloat16: the first wins, though the second is larger unrounded."""
+    """256 and 257 are the same bfloat16, so the first of the two is chosen."""
     x = torch.ones(1, 64, dtype=torch.bfloat16)
     w = torch.zeros(130, 64, dtype=torch.bfloat16)
     w[3, 0], w[129, 0], w[129, 1] = 256.0, 256.0, 1.0
@@ -165,7 +163,7 @@ def test_logits_round_before_they_are_compared() -> None:
 
 
 def test_negative_logits_and_nan() -> None:
-    """Places past the share never win; NaN does, as in torch."""
+    """Columns beyond the share are never chosen; NaN is, as in torch."""
     x, w = torch.ones(2, 64), -weight(67, 64, torch.float32).abs() - 1
     x[1, 5] = float("nan")
     got = matmul.head_top_pair(x.to(DEVICE), w.to(DEVICE), 0).cpu()
@@ -180,7 +178,7 @@ def test_negative_logits_and_nan() -> None:
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize(("share", "inner"), [(300, 64), (65, 112)])
 def test_head_top_pair_fp8(dtype, num_rows, share, inner) -> None:
-    """Integers and scales that are powers of two: exact, so the same pair as of w8 * scales."""
+    """With integers and scales that are powers of two logits are exact, so the pair is the same."""
     x = integers(num_rows, inner, seed=0, dtype=dtype)
     w8 = integers(share, inner, seed=1, dtype=torch.float32).to(torch.float8_e4m3fn)
     scales = 2.0 ** rand(share, seed=2).round().clamp(-2, 2)
@@ -191,7 +189,7 @@ def test_head_top_pair_fp8(dtype, num_rows, share, inner) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantise_rows(dtype) -> None:
-    """Each row within half a step of float8 of what it was; a row of zeros stays zeros."""
+    """Each row is at most half a step of float8 from what it was; a row of zeros stays zeros."""
     w = rand(9, 64, dtype=dtype) * torch.arange(9)[:, None].to(dtype)
     w8, scales = quantise_rows(w)
     assert w8.dtype == torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""The NPU backend over a fake of torch_npu (tests/npu.py): the CPU backend's results, op by op.
+"""The NPU backend over a fake of torch_npu (tests/npu.py), one operation at a time, against Ops.
 
 No NPU and no torch_npu are needed. Whole iterations: tests/model/test_npu_iterations.py; argument
 names and shapes against the real package: test_npu_contract.py.
@@ -66,7 +66,7 @@ def test_norms_and_gates_equal_the_definition(dtype: torch.dtype) -> None:
 
 
 def test_a_bfloat16_norm_does_not_round_one_plus_weight() -> None:
-    """1 + 2^-8 is no bfloat16, the weight 2^-8 is one."""
+    """The weight 2^-8 is a bfloat16 number, 1 + 2^-8 is none."""
     x, scale = drawn(4, 64, dtype=BF16), torch.full((64,), 1.0 + 2**-8)
     want = CPU.rms_norm(x, scale, 1e-6)
     assert torch.equal(backend().rms_norm(x, scale, 1e-6), want)
@@ -103,7 +103,7 @@ def test_keys_and_values_are_turned_and_land_in_their_pages(dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_fused_attention_sees_what_the_definition_sees(dtype: torch.dtype, rows: int) -> None:
-    """Ragged slots over pages out of order, NaN past what each holds."""
+    """Slots of different lengths, with pages in no order that are NaN beyond the lengths."""
     batch, n, m, d, page = 3, 4, 2, 32, 128
     length = torch.tensor([rows, 129, 250])
     table = torch.tensor([[5, 0], [2, 6], [4, 1]])
@@ -120,7 +120,7 @@ def test_fused_attention_sees_what_the_definition_sees(dtype: torch.dtype, rows:
 
 
 def test_float32_attention_is_the_definition() -> None:
-    """The fused one takes half precision only: float32 runs are plain torch, with no host list."""
+    """Fused attention takes half precision only: float32 is plain torch, without host lists."""
     ops = backend(BF16)
     q, pages = drawn(1, 2, 4, 32), drawn(2, 2, 128, 2, 32)
     where = attending_rows(torch.tensor([[1]]), torch.tensor([[3, 4]]), torch.tensor([5]))
@@ -150,7 +150,7 @@ def gdn_layer(coarse: bool, dtype: torch.dtype = BF16) -> GdnLayer:
 
 
 def test_prompts_take_the_chunked_rule_where_the_state_may_be_coarse() -> None:
-    """Ragged prompts; the other slot's state stays; the memory is float32 before and after."""
+    """Prompts of different lengths. The other slot's state stays, and the memory stays float32."""
     mine, theirs, ops = gdn_layer(True), gdn_layer(True), backend()
     proj = drawn(2, 9, sum(mine.widths), dtype=BF16, seed=7)
     slots, counts = torch.tensor([2, 0]), torch.tensor([9, 4])
@@ -177,7 +177,7 @@ def test_a_float32_state_is_never_rounded(coarse: bool, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("rows", [2, 3, 6, 16, 17, 64])
 def test_blocks_solve_as_substitution_does(rows: int) -> None:
-    """Entries up to 1 in size, where a power series of the matrix would overflow its digits."""
+    """Entries up to 1, for which a power series of the matrix would lose all digits."""
     lower, right = drawn(3, rows, rows).clamp(-1, 1), drawn(3, rows, 8, seed=1)
     lower = lower.tril() * torch.tensor([0.1, 0.4, 1.0])[:, None, None] / rows**0.5
     lower[2] = torch.ones(rows, rows).tril()
@@ -243,7 +243,7 @@ def test_a_device_that_cannot_be_used_says_what_to_do(monkeypatch) -> None:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Makes `import torch_npu` run some text, for one test."""
+    """A function that makes `import torch_npu` run some text, for one test."""
 
     def install(text: str) -> None:
         (tmp_path / "torch_npu.py").write_text(text)

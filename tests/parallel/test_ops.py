@@ -1,4 +1,4 @@
-"""The operations that are more than one torch call: against loops, in float64."""
+"""Operations that are more than one call of torch, against loops in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gdn_inputs(rows: int, strong: bool, seed: int = 0):
 
 
 def recurrent(qk, v, g, beta, state):
-    """The delta rule row by row in float64: decay, delta, update, read."""
+    """The delta rule in float64, row by row: decay the state, compute delta, add it, read."""
     qk, v, g, beta, state = (t.double() for t in (qk, v, g, beta, state))
     q, k = qk.unbind(2)
     q = q * q.shape[-1] ** -0.5
@@ -47,7 +47,7 @@ def recurrent(qk, v, g, beta, state):
 @pytest.mark.parametrize("strong", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 17, 64])
 def test_rows_and_fold_equal_the_recurrence(rows: int, strong: bool) -> None:
-    """Also with decays of e^-100 a row, where running sums of g would cancel."""
+    """Also with decays of e^-100 a row, where differences of running sums of g lose all digits."""
     inputs = gdn_inputs(rows, strong)
     want, states = recurrent(*inputs)
     qk, _, g, _, state = inputs
@@ -64,7 +64,7 @@ def test_rows_and_fold_equal_the_recurrence(rows: int, strong: bool) -> None:
 
 
 def test_attention_reads_only_its_own_keys() -> None:
-    """Ragged lengths, grouped heads, pages out of order, NaN everywhere else."""
+    """Different lengths, several query heads a kv head, pages in no order, NaN everywhere else."""
     generator = torch.Generator().manual_seed(0)
     page, m, n, d = 4, 2, 6, 16
     lengths = [9, 1, 16]
@@ -104,8 +104,8 @@ def test_conv_is_causal_and_its_last_tap_is_the_current_row() -> None:
     assert (OPS.causal_conv(window, weight, 5) - want).abs().max() < 1e-6
 
 
-def test_q_and_k_are_normed_by_head_and_turned_by_position() -> None:
-    """Against complex numbers; k and v land where the index says, q comes back."""
+def test_q_and_k_are_normed_by_head_and_rotated_by_position() -> None:
+    """Against complex numbers. k and v are written where the index says, q is returned."""
     generator = torch.Generator().manual_seed(0)
     n, m, d, half = 3, 2, 12, 2
     qk = torch.randn(1, 4, n + m, d, generator=generator)

@@ -1,11 +1,11 @@
-"""Gated DeltaNet of prompt rows around the chunked delta rule: inputs before it, norm after it.
+"""Gated delta net of prompt rows: what comes before the chunked delta rule, which is a library's.
 
-    proj -> prompt_inputs (conv, SiLU, norms, gates) -> q, k, v, g, beta -> (the rule, elsewhere)
-    out, z -> gated_rms_norm -> y        proj -> keep_window: the W-1 rows before the next chunk
+    proj -> chunk_inputs (conv, SiLU, norms, gates) -> q, k, v, g, beta
+    proj -> keep_window -> the slots' conv windows hold the W-1 rows before the next chunk
 
-They equal Ops.gdn_prefill's parts. Rows past a slot's count get g = beta = 0, which leaves the
+Both equal parts of Ops.gdn_prefill. Rows past a slot's count get g = beta = 0, which leaves the
 state as it is.
-Shapes: B slots | T rows | k, h key and value heads | C = 2k Dk + h Dv | W conv kernel
+Shapes: B slots | R rows | k, h key and value heads | C = 2k Dk + h Dv | W conv kernel
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -18,25 +18,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.parallel.kernels.gdn import _softplus
+from outrider.parallel.kernels.gdn_verify import softplus
 from outrider.parallel.kernels.launch import after_previous, overlapped
 from outrider.parallel.operands import GdnLayer
 
 TILE = 32
-"""Rows of one program."""
-NORM_LINES = 32
-"""Heads of rows that one program of the gated norm takes."""
+"""Rows that one program of chunk_inputs takes."""
 KEEP_PIECE = 512
-"""Channels of one program that keeps the window."""
+"""Channels that one program of keep_window takes."""
 
 
-def prompt_inputs(
+def chunk_inputs(
     proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """proj [B, T, C + h Dv + 2h] = [q k v | z | b | a]; slots, counts [B] int64.
+    """proj [B, R, C + h Dv + 2h] = [q k v | z | b | a]; slots, counts [B] int64.
 
-    -> q, k [B, T, k, Dk] at length 1 and v [B, T, h, Dv] in proj's dtype, g, beta [B, T, h]
-    float32. Reads the conv window of the slots and leaves it as it is.
+    -> q, k [B, R, k, Dk], each vector at length 1, and v [B, R, h, Dv] in proj's dtype; g, beta
+    [B, R, h] float32. Reads the conv window of the slots and leaves it as it is.
     """
     batch, rows = proj.shape[:2]
     heads, dk, dv = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
@@ -47,7 +45,7 @@ def prompt_inputs(
     g = proj.new_empty(batch, rows, heads, dtype=torch.float32)
     beta = torch.empty_like(g)
     grid = (triton.cdiv(rows, TILE), 2 * layer.num_k_heads + heads, batch)
-    _prompt_kernel[grid](
+    _chunk_inputs_kernel[grid](
         proj, layer.conv, layer.conv_weight, layer.rate, layer.dt_bias, slots, counts,
         q, k, v, g, beta, *proj.stride()[:2], *layer.conv.stride()[:2], rows,
         TAPS=layer.conv_weight.shape[0], K_HEADS=layer.num_k_heads, HEADS=heads, DK=dk, DV=dv,
@@ -57,7 +55,7 @@ def prompt_inputs(
 
 
 def keep_window(proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) -> None:
-    """Leave in the slots' conv windows the W-1 rows that end with their last real row."""
+    """Store the W-1 rows that end with each slot's last real row in the slot's conv window."""
     channels, taps = layer.widths[0], layer.conv_weight.shape[0]
     _keep_kernel[(triton.cdiv(channels, KEEP_PIECE), proj.shape[0])](
         proj, layer.conv, slots, counts, *proj.stride()[:2], *layer.conv.stride()[:2], channels,
@@ -66,24 +64,8 @@ def keep_window(proj: Tensor, layer: GdnLayer, slots: Tensor, counts: Tensor) ->
     )  # fmt: skip
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
-    """As Ops.gated_rms_norm: x [B, T, h, d] contiguous, z the same shape, a view of wider rows."""
-    _, rows, heads, d = x.shape
-    y = torch.empty(x.shape, dtype=z.dtype, device=x.device)
-    assert x.is_contiguous()
-    assert z.stride()[2:] == (d, 1)
-    lines = x.shape[0] * rows * heads
-    if lines:
-        _gated_norm_kernel[(triton.cdiv(lines, NORM_LINES),)](
-            x, z, weight, y, lines, rows, *z.stride()[:2], eps,
-            HEADS=heads, D=d, BLOCK=triton.next_power_of_2(d), LINES=NORM_LINES,
-            SILU=gate == "silu", num_warps=4, **overlapped(x),
-        )  # fmt: skip
-    return y
-
-
 @triton.jit
-def _prompt_kernel(
+def _chunk_inputs_kernel(
     proj, cache, weight, rate, dt_bias, slots, counts, q, k, v, g, beta,
     proj_b, proj_r, cache_s, cache_x, num_rows,
     TAPS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr,
@@ -115,7 +97,7 @@ def _prompt_kernel(
         b_row = tl.load(gates, mask=alive, other=0.0).to(tl.float32)
         a_row = tl.load(gates + HEADS, mask=alive, other=0.0).to(tl.float32)
         a_row += tl.load(dt_bias + head).to(tl.float32)
-        decay = _softplus(a_row) * tl.load(rate + head).to(tl.float32)
+        decay = softplus(a_row) * tl.load(rate + head).to(tl.float32)
         value = _conv_tile(
             proj, cache, weight, QK + head * DV, t, alive, proj_r, cache_x, TAPS, CHANNELS, DV
         )
@@ -131,12 +113,13 @@ def _conv_tile(
     proj, cache, weight, channel, t, alive, proj_r, cache_x,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Conv and SiLU of rows t, WIDTH channels from `channel`; rounded as stored, float32."""
+    """Conv and SiLU of rows t, for WIDTH channels from `channel` on: float32, rounded to the
+    projection's dtype."""
     c = channel + tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     inside = c < channel + WIDTH
     y = tl.zeros((t.shape[0], c.shape[1]), tl.float32)
     for tap in tl.static_range(TAPS):
-        at = (t + tap - (TAPS - 1))[:, None]  # row of this chunk; below 0: of the history
+        at = (t + tap - (TAPS - 1))[:, None]  # a row of this chunk or, below 0, of the window
         here = alive[:, None] & inside
         u = tl.load(proj + at * proj_r + c, mask=here & (at >= 0), other=0.0)
         before = tl.load(cache + (at + TAPS - 1) * cache_x + c, mask=here & (at < 0), other=0.0)
@@ -155,34 +138,10 @@ def _keep_kernel(
     after_previous(PDL)
     c = tl.program_id(0) * PIECE + tl.arange(0, PIECE)[None, :]
     i = tl.arange(0, ROWS)[:, None]
-    at = tl.load(counts + b) + i - BEFORE  # row of this chunk; below 0: of the history
+    at = tl.load(counts + b) + i - BEFORE  # a row of this chunk or, below 0, of the window
     here = (i < BEFORE) & (c < channels)
     cache += tl.load(slots + b) * cache_s
     u = tl.load(proj + b * proj_b + at * proj_r + c, mask=here & (at >= 0), other=0.0)
     before = tl.load(cache + (at + BEFORE) * cache_x + c, mask=here & (at < 0), other=0.0)
     tl.debug_barrier()
     tl.store(cache + i * cache_x + c, tl.where(at < 0, before, u), mask=here)
-
-
-@triton.jit
-def _gated_norm_kernel(
-    x, z, weight, y, lines, rows, z_b, z_r, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
-    SILU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program LINES heads of rows."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)[:, None]
-    at = tl.arange(0, BLOCK)[None, :]
-    scale = tl.load(weight + at, mask=at < D, other=0.0)
-    after_previous(PDL)
-    token, head = line // HEADS, line % HEADS
-    inside = (line < lines) & (at < D)
-    z_at = z + (token // rows).to(tl.int64) * z_b + token % rows * z_r + head * D + at
-    line = line.to(tl.int64)
-    gate = tl.load(z_at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(x + line * D + at, mask=inside, other=0.0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None] * scale
-    act = tl.sigmoid(gate)
-    if SILU:
-        act *= gate
-    tl.store(y + line * D + at, (value * act).to(y.dtype.element_ty), mask=inside)

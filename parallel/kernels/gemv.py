@@ -1,12 +1,12 @@
-"""Products of at most 8 rows whose weights wait in registers before the rows are there.
+"""Matrix-vector products, of at most 8 vectors, that load the weight before the vectors are there.
 
-    load all of 16 columns -> after the kernel before: rows from L2, tensor cores -> one sum -> y
+    load the weight of 16 columns -> wait for the kernel before -> load x, multiply, sum -> y
 
-Reading a weight from L2 takes nearly as long as from memory, so prefetching it there saves little;
-here a program has its columns' weight in registers when the rows come. A warp holds 16 columns of
-512 of K, 128 registers a thread; warps lie along K, so no sum goes through memory. A thread loads
-16 contiguous bytes that are its own operands of m16n8k16: their order is free (_operand).
-Letters: N rows | K inner width | O, i columns of a result | G groups of 32 of K in a step
+A weight read from the L2 cache comes hardly faster than from memory, so prefetching it there saves
+little. Here each program has the weight of its columns in registers when the rows of x come: a warp
+holds 16 columns and 512 of K, in 128 registers a thread. The warps of a program share K, so no sum
+goes through memory. A thread loads 16 bytes at a time, in an order that makes them its operands of
+the instruction m16n8k16 (_operand). Letters: N rows | K inner width | O, i columns of a result
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -22,57 +22,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.parallel.group import Mail
+from outrider.parallel.group import OneShotBuffers
 from outrider.parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
-from outrider.parallel.kernels.peer import _send, _word
+from outrider.parallel.kernels.one_shot import send_words, word_of
 
 MAX_ROWS = 8
 MAX_WARPS = 16
 DEPTH = 512
-"""Of K that a warp holds, in HELD steps; what 16 warps cannot hold is read after the wait."""
+"""How much of K a warp holds, loaded in HELD steps. What MAX_WARPS warps cannot hold of K is read
+after the wait."""
 HELD = 4
 
 
 def fits(x: Tensor, num_rows: int) -> bool:
-    """Whether resident takes such rows [.., K]: bfloat16, 16 bytes at a time."""
+    """Whether gemv takes rows like x [.., K]: few, bfloat16, and a multiple of 16 bytes long."""
     return num_rows <= MAX_ROWS and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
 
 
-def resident(x: Tensor, w: Tensor, y: Tensor, *, gated: bool, mail: Mail | None = None) -> None:
+def gemv(
+    x: Tensor, w: Tensor, y: Tensor, *, gated: bool, buffers: OneShotBuffers | None = None
+) -> None:
     """x [N, K] @ w [O, K]^T -> y [N, O], summed in float32; gated: as few_rows_swiglu, y [N, i].
 
-    All bfloat16; x's last dim has stride 1, w and y are contiguous. A row's result depends on no
-    other row.
-    With mail, y is this rank's part of a sum, and on its way to the others: the call of
-    peer.sum_add_rms_norm that takes it comes next, with sent=True. O is even.
+    All are bfloat16; x's last dim has stride 1, w and y are contiguous. A row's result depends on
+    no other row. With buffers, y is this rank's part of a sum and is also sent to the other ranks;
+    then O is even, and the next call that uses the buffers is the one_shot.sum_add_rms_norm of y,
+    with sent=True.
     """
     num_rows, inner = x.shape
     width = w.shape[0] // 2 if gated else w.shape[0]
     warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(inner, DEPTH)))
     step = DEPTH // HELD * warps
-    _resident_kernel[(triton.cdiv(width, 8 if gated else 16),)](
-        x, w, y, num_rows, x.stride(0), width, *((mail.peers, mail.turns) if mail else (y, y)),
+    _gemv_kernel[(triton.cdiv(width, 8 if gated else 16),)](
+        x, w, y, num_rows, x.stride(0), width,
+        *((buffers.addresses, buffers.sequence) if buffers else (y, y)),
         K=inner, G=step // 32, STEPS=triton.cdiv(inner, step), HELD=HELD,
         GATED=gated, FACTOR=tl.bfloat16 if x.is_cuda else tl.float32,
-        MAIL_ROWS=mail.rows if mail else 0, WORDS=mail.words if mail else 0,
-        RANK=mail.rank if mail else 0, SIZE=mail.size if mail else 1,
+        PLACES=buffers.rows if buffers else 0, WORDS=buffers.words if buffers else 0,
+        RANK=buffers.rank if buffers else 0, SIZE=buffers.size if buffers else 1,
         num_warps=warps, **_registers(x, warps), **overlapped(x),
     )  # fmt: skip
 
 
 def _registers(x: Tensor, warps: int) -> dict[str, Any]:
-    """So many a thread that three programs of four warps share a processor, or one of 16 fits."""
+    """Registers a thread, so that three programs of 4 warps, or one of 16, fit on a processor."""
     return {"maxnreg": 128 if warps == MAX_WARPS else 168} if x.is_cuda else {}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _resident_kernel(
-    x, w, y, num_rows, x_row, width, peers, turns,
+def _gemv_kernel(
+    x, w, y, num_rows, x_row, width, addresses, sequence,
     K: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
-    GATED: tl.constexpr, FACTOR: tl.constexpr, MAIL_ROWS: tl.constexpr, WORDS: tl.constexpr,
+    GATED: tl.constexpr, FACTOR: tl.constexpr, PLACES: tl.constexpr, WORDS: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: 16 columns of the weight, as pairs: neighbours, or gate and up of a column."""
+    """One program: 8 pairs of columns, which are neighbours or, with GATED, gate and up of one
+    column of the result."""
     let_next_start(PDL)
     first, second = _pairs(w, width, K, GATED)
     held = ()
@@ -97,13 +102,13 @@ def _resident_kernel(
     pair = tl.sum(total, 0).to(y.dtype.element_ty)
     pair = tl.permute(tl.reshape(pair, (2, 8, 8)), (1, 2, 0))
     if SIZE > 1:
-        _send_pairs(pair, peers, turns, num_rows, width, MAIL_ROWS, WORDS, RANK, SIZE)
+        _send_pairs(pair, addresses, sequence, num_rows, width, PLACES, WORDS, RANK, SIZE)
     _write(pair, y, num_rows, width, GATED)
 
 
 @triton.jit
 def _pairs(w, width, K: tl.constexpr, GATED: tl.constexpr):
-    """Where the weights of a program's 8 pairs of columns begin, twice [8]."""
+    """Where the weight of each of a program's pairs of columns begins, twice [8]."""
     c = tl.arange(0, 8)
     if GATED:
         first = tl.minimum(tl.program_id(0) * 8 + c, width - 1)
@@ -116,14 +121,14 @@ def _pairs(w, width, K: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def _inner(step, G: tl.constexpr):
-    """Which k a step's operands hold [1, G, 32]."""
+    """The indices along K of a step's operands [1, G, 32], in G groups of 32."""
     group = step * G + tl.arange(0, G)
     return group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
 
 
 @triton.jit
 def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
-    """A step's weights of each pair of columns, twice [8, G, 32]."""
+    """A step's piece of the weight of each pair of columns, twice [8, G, 32]."""
     k = _inner(step, G)
     if K % (G * 32) == 0:
         return tl.load(first[:, None, None] + k), tl.load(second[:, None, None] + k)
@@ -134,7 +139,7 @@ def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _rows(x, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
-    """A step's piece of the rows [8, G, 32]."""
+    """A step's piece of the rows of x [8, G, 32]."""
     k, n = _inner(step, G), tl.arange(0, 8)
     alive = (n < num_rows)[:, None, None]
     if K % (G * 32) != 0:
@@ -144,9 +149,10 @@ def _rows(x, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _operand(t, N: tl.constexpr, G: tl.constexpr):
-    """[N, G, 32] as loaded, 8 contiguous of 32 a lane -> [G, N, 32] as the lanes multiply them.
+    """[N, G, 32] as loaded, 8 neighbours of 32 a lane -> [G, N, 32] as the lanes multiply them.
 
-    A lane's operands of two m16n8k16 are 4 of the first 16 and 4 of the second.
+    A lane's operands of two m16n8k16 are 4 of the first 16 and 4 of the second. Which k they stand
+    for does not matter to the sum, as long as weight and rows agree, so no value changes lanes.
     """
     t = tl.reshape(tl.permute(t, (1, 0, 2)), (G, N, 4, 2, 4))
     return tl.reshape(tl.permute(t, (0, 1, 3, 2, 4)), (G, N, 32))
@@ -154,20 +160,22 @@ def _operand(t, N: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _send_pairs(
-    pair, peers, turns, num_rows, width,
-    MAIL_ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    pair, addresses, sequence, num_rows, width,
+    PLACES: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What _write writes, a pair a word."""
+    """Send what _write stores, one word for each pair of columns of a row."""
     n, c = tl.arange(0, 8)[None, :], tl.program_id(0) * 8 + tl.arange(0, 8)[:, None]
     mask = (n < num_rows) & (2 * c < width)
     one, two = tl.split(pair.to(tl.float32))
-    turn = tl.load(turns + n, mask=n < num_rows, other=0) + 1
-    _send(_word(one, two), c, mask, turn, peers, n, MAIL_ROWS, WORDS, RANK, SIZE)
+    number = tl.load(sequence + n, mask=n < num_rows, other=0) + 1
+    words = word_of(one, two)
+    send_words(words, c, mask, number, addresses, n, PLACES, WORDS, RANK, SIZE)
 
 
 @triton.jit
 def _write(pair, y, num_rows, width, GATED: tl.constexpr):
-    """[8, 8 rows, 2] pairs of columns, rounded; with GATED as rows.swiglu rounds."""
+    """Store pairs of columns [8, 8 rows, 2], rounded. With GATED, swiglu of them, rounded where
+    swiglu rounds."""
     dtype = y.dtype.element_ty
     c, n = tl.arange(0, 8), tl.arange(0, 8)
     if GATED:

@@ -1,4 +1,4 @@
-"""The kernels around a prompt's delta rule against Ops.gdn_prefill's own parts."""
+"""The kernels before a prompt's delta rule against the parts of Ops.gdn_prefill."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.parallel.kernels import prompt
+from outrider.parallel.kernels import gdn_prefill
 from outrider.parallel.ops import Ops
-from tests.parallel.test_kernels_gdn import DEVICE, DV, SLOTS, TAPS, TOLERANCE, Pair
+from tests.parallel.cases import DEVICE
+from tests.parallel.test_kernels_gdn_verify import SLOTS, TAPS, TOLERANCE, Pair
 
 OPS = Ops()
 
@@ -19,7 +20,7 @@ OPS = Ops()
     ("rows", "counts"), [(1, (1, 1)), (2, (2, 1)), (40, (40, 33)), (70, (3, 70))]
 )
 def test_inputs_and_window_chunk_after_chunk(dtype, rows, counts) -> None:
-    """Two chunks of two slots, the second from the window that the first has left."""
+    """Two chunks of two slots; the second starts from the window that the first has stored."""
     pair = Pair(2, 6, 4, dtype, "silu")
     slots, count = torch.tensor([3, 1]), torch.tensor(counts)
     layer, where = pair.on_device(), (slots.to(DEVICE), count.to(DEVICE))
@@ -31,8 +32,8 @@ def test_inputs_and_window_chunk_after_chunk(dtype, rows, counts) -> None:
         out = torch.zeros(*v.shape)
         state = pair.layer.state.index_select(0, slots)
         OPS._prefill_end(out, proj, pair.layer, slots, count, window, state)
-        got = prompt.prompt_inputs(proj.to(DEVICE), layer, *where)
-        prompt.keep_window(proj.to(DEVICE), layer, *where)
+        got = gdn_prefill.chunk_inputs(proj.to(DEVICE), layer, *where)
+        gdn_prefill.keep_window(proj.to(DEVICE), layer, *where)
         want = (*qk.unbind(2), v, g * real[..., None], beta * real[..., None])
         for mine, its in zip(want, got, strict=True):
             torch.testing.assert_close(its.cpu().float(), mine, rtol=near, atol=near)
@@ -40,18 +41,3 @@ def test_inputs_and_window_chunk_after_chunk(dtype, rows, counts) -> None:
         assert torch.equal(layer.conv[where[0], :before].cpu(), pair.layer.conv[slots, :before])
     others = [s for s in range(SLOTS) if s not in slots.tolist()]
     assert torch.equal(layer.conv[others].cpu(), pair.layer.conv[others])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
-def test_gated_rms_norm(dtype, gate) -> None:
-    pair = Pair(2, 6, 4, dtype, gate)
-    proj = pair.proj(2, 5)
-    z = proj.split_with_sizes(pair.layer.widths, -1)[1].unflatten(-1, (6, DV))
-    x = pair.rand(2, 5, 6, DV).to(dtype)
-    want = OPS.gated_rms_norm(x, z, pair.layer.norm_weight, 1e-6, gate)
-    there = proj.to(DEVICE).split_with_sizes(pair.layer.widths, -1)[1].unflatten(-1, (6, DV))
-    weight = pair.layer.norm_weight.to(DEVICE)
-    got = prompt.gated_rms_norm(x.to(DEVICE), there, weight, 1e-6, gate)
-    near = TOLERANCE[dtype]
-    torch.testing.assert_close(got.cpu(), want, rtol=near, atol=near)

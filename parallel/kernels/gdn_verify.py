@@ -1,11 +1,11 @@
-"""Gated DeltaNet between its two projections, in two launches.
+"""A gated delta net between its two projections, for the rows of a verify pass; two launches.
 
-    proj -> gdn_inputs (window, conv, norms, gates) -> gdn_verify (fold, rows, gated norm) -> y
+    proj -> conv window, conv, norms, gates -> fold, delta rule, gated norm -> y
 
-They equal Ops composed as model/gdn.py does for a verify pass, and keep one layer's memory
-(model/cache.py: GdnStates) in place. A slot's memory, NaN included, reaches only its own rows.
+gdn_verify equals the operation of its name in parallel/ops.py, and updates the memory of the layer
+in place. What the memory of a slot holds, NaN included, influences no other slot.
 Shapes: B slots | R rows, X most | k, h key and value heads | C = 2k Dk + h Dv | W conv kernel
-        S slots in memory | F = k Dk + h Dv + h, one factor row [k | delta | g]
+        S slots in memory | a row of factors is [k Dk | h Dv | h]: k, delta and g
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -28,9 +28,9 @@ from outrider.parallel.kernels.launch import (
 from outrider.parallel.operands import GdnLayer
 
 NARROW, WIDE = (8, 1), (16, 1)
-"""Columns of a state and warps of one program: NARROW spreads few states over more processors."""
+"""Columns of a state, and warps, of one program. NARROW spreads few states over more processors."""
 FEW_COLUMNS = 8448
-"""Up to here, over all slots and heads, NARROW: 64 columns for each of 132 processors."""
+"""NARROW is used up to this many columns of all slots and heads, 64 for each of 132 processors."""
 
 
 def gdn_verify(
@@ -38,9 +38,9 @@ def gdn_verify(
 ) -> Tensor:
     """As Ops.gdn_verify. The last dim of proj and of the layer's memory has stride 1.
 
-    Factor rows of a slot from fold[b] on are not read. Slots are distinct, except padding, which
-    nobody reads. arrivals: B k int32 or more, zero before and zero after; one launch at a time may
-    use it.
+    A slot's factor rows from fold[b] on have no influence. Slots are distinct, except padding,
+    which nobody reads. arrivals: a counter, int32, for each slot and key head, zero before and
+    after; one launch at a time may use them.
     """
     batch, num_rows = proj.shape[:2]
     k_heads, heads, dk, dv = (
@@ -93,12 +93,12 @@ def _conv_inputs(
 
 @triton.jit
 def _inputs_kernel(
-    proj, cache, weight, rate, dt_bias, slots, kept, qk, v, g, beta, proj_b, proj_r, cache_s,
+    proj, cache, weight, rate, dt_bias, slots, fold, qk, v, g, beta, proj_b, proj_r, cache_s,
     cache_x,
     ROWS: tl.constexpr, TAPS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: all rows of the channels of one head's q, k or v, in one slot."""
+    """One program: the q, k or v of one head, for all rows of one slot."""
     after_previous(PDL)
     QK: tl.constexpr = 2 * K_HEADS * DK
     CHANNELS: tl.constexpr = QK + HEADS * DV
@@ -107,7 +107,7 @@ def _inputs_kernel(
     row = b * ROWS + t
     proj += b * proj_b
     cache += tl.load(slots + b) * cache_s
-    old = cache + tl.load(kept + b) * cache_x
+    old = cache + tl.load(fold + b) * cache_x
     if part < 2 * K_HEADS:
         c = part * DK
         y = _conv(
@@ -117,7 +117,7 @@ def _inputs_kernel(
         i = tl.arange(0, triton.next_power_of_2(DK))
         to = qk + (row * 2 * K_HEADS + part)[:, None] * DK + i[None, :]
         tl.store(to, y, mask=(t < ROWS)[:, None] & (i < DK)[None, :])
-    else:  # names of its own: its tiles may have another width
+    else:  # no name of the other branch, whose tiles may have another width
         head = part - 2 * K_HEADS
         c = QK + head * DV
         gates = proj + t * proj_r + CHANNELS + HEADS * DV + head  # [b | a]
@@ -131,7 +131,7 @@ def _inputs_kernel(
         j = tl.arange(0, triton.next_power_of_2(DV))
         v_at = v + (row * HEADS + head)[:, None] * DV + j[None, :]
         tl.store(v_at, value, mask=(t < ROWS)[:, None] & (j < DV)[None, :])
-        tl.store(g + row * HEADS + head, _softplus(a_row) * scale, mask=t < ROWS)
+        tl.store(g + row * HEADS + head, softplus(a_row) * scale, mask=t < ROWS)
         tl.store(beta + row * HEADS + head, tl.sigmoid(b_row), mask=t < ROWS)
 
 
@@ -140,20 +140,22 @@ def _conv(
     new, old, window, weight, new_r, window_x,
     ROWS: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Conv and SiLU of WIDTH channels, rounded as stored; [history | rows] goes to `window`.
+    """Conv and SiLU of WIDTH channels: float32, rounded to the dtype of `new`. Stores the TAPS - 1
+    rows before and the new rows in `window`.
 
-    new, old, window, weight: at row 0 of the rows and of the history before them, of the slot's
-    memory, and at tap 0. All of the history is read before any of it is overwritten.
+    new points to row 0 of the new rows, old to the first of the TAPS - 1 rows before them, window
+    to the slot's memory, which holds those, and weight to tap 0. All rows before are read before
+    any of them is overwritten.
     """
     t = tl.arange(0, triton.next_power_of_2(ROWS))[:, None]
     i = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
     c = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-    history_mask = (i < TAPS - 1) & (c < WIDTH)
-    history = tl.load(old + i * window_x + c, mask=history_mask)
+    before_mask = (i < TAPS - 1) & (c < WIDTH)
+    rows_before = tl.load(old + i * window_x + c, mask=before_mask)
     here = (t < ROWS) & (c < WIDTH)
     read = ()
-    for tap in tl.static_range(TAPS):  # all are on their way before the first is used
-        at = t + tap - (TAPS - 1)  # row of this pass; below 0: of the history
+    for tap in tl.static_range(TAPS):  # all loads are issued before the first result is used
+        at = t + tap - (TAPS - 1)  # a new row or, below 0, one before them
         before = tl.load(old + (t + tap) * window_x + c, mask=here & (at < 0), other=0.0)
         u = tl.load(new + at * new_r + c, mask=here & (at >= 0), other=0.0)
         w = tl.load(weight + tap * CHANNELS + c, mask=c < WIDTH, other=0.0)
@@ -164,14 +166,15 @@ def _conv(
         u = tl.where(t + tap < TAPS - 1, before, u)
         y += u.to(tl.float32) * w.to(tl.float32)
     tl.debug_barrier()
-    tl.store(window + i * window_x + c, history, mask=history_mask)
+    tl.store(window + i * window_x + c, rows_before, mask=before_mask)
     tl.store(window + (t + TAPS - 1) * window_x + c, u, mask=here)
     return (y * tl.sigmoid(y)).to(u.dtype).to(tl.float32)
 
 
 @triton.jit
-def _softplus(x):
-    """log(1 + e^x); the quotient is 1 but for the rounding of 1 + e, which it undoes."""
+def softplus(x):
+    """log(1 + e^x). With e = e^-|x|, log(1 + e) is computed as log(1 + e) * e / ((1 + e) - 1): the
+    quotient corrects the rounding of 1 + e."""
     e = tl.exp(-tl.abs(x))
     total = 1.0 + e
     rounded = total - 1.0
@@ -181,19 +184,20 @@ def _softplus(x):
 
 @triton.jit
 def _verify_kernel(
-    qk, v, g, beta, z, state, factors, slots, kept, norm_weight, arrivals, y, z_b, z_r, z_h,
+    qk, v, g, beta, z, state, factors, slots, fold, norm_weight, arrivals, y, z_b, z_r, z_h,
     state_s, state_h, factors_s, factors_x, eps,
-    ROWS: tl.constexpr, WAITING: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, MAX_FOLD: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one value head's state [Dk, BLOCK columns] of one slot, all rows.
+    """One program: BLOCK columns of the state [Dk, Dv] of one value head of one slot, for all rows.
 
-    State and factors are read before the wait: what wrote them ended with an earlier iteration or
-    prompt, and no launch passes the copy to the host, or the graph's end, that lies between.
-    Programs share only the k and g of the waiting factors and the norm of a head's rows. The
-    last of a key head's programs to arrive, when all have read the old factors and written their
-    part of the rows, does what they share: nobody waits for anybody.
+    State and factors are read before the wait. What wrote them was an earlier iteration or prompt,
+    and between that and this kernel lies a copy to the host or the end of a graph, which no kernel
+    launched early can overtake. Programs of a key head share its k and g among the factors, and
+    those of a value head share the norm of its rows. The last program of a key head to arrive does
+    this shared work: then all have read the old factors and written their columns, and no program
+    has to wait for another.
     """
     let_next_start(PDL)
     BLOCKS: tl.constexpr = triton.cdiv(DV, BLOCK)
@@ -210,21 +214,21 @@ def _verify_kernel(
     tile, mask = i[:, None] * DV + j[None, :], (i < DK)[:, None] & (j < DV)[None, :]
     s = tl.load(state + tile, mask=mask, other=0.0)
     keys = factors + key_head * DK + i
-    left = _waiting(keys, deltas, decays + head, factors_x, i, j, WAITING, DK, DV)
+    pending = _factors(keys, deltas, decays + head, factors_x, i, j, MAX_FOLD, DK, DV)
     wait_for_previous(PDL)
     row = b * ROWS
     q_at = qk + (row * 2 * K_HEADS + key_head) * DK + i
     v_at = v + (row * HEADS + head) * DV + j
     g_at, beta_at = g + row * HEADS + head, beta + row * HEADS + head
     q_t, k_t, v_t, g_t, beta_t = _row(q_at, v_at, g_at, beta_at, i, j, K_HEADS, DK, DV)
-    if WAITING > 0:
-        s = _fold(s, left, tl.load(kept + b), WAITING)
-        tl.debug_barrier()  # all threads have read the old state and deltas: now overwrite them
+    if MAX_FOLD > 0:
+        s = _fold(s, pending, tl.load(fold + b), MAX_FOLD)
+        tl.debug_barrier()  # all threads have read the old state and deltas, which are overwritten
         tl.store(state + tile, s, mask=mask)
     y_at = y + (row * HEADS + head) * DV + j
     for t in tl.static_range(ROWS):
         q, k, grown, value, rate = q_t, k_t, tl.exp(g_t), v_t, beta_t
-        if t + 1 < ROWS:  # ahead of this row's stores, which no load may pass
+        if t + 1 < ROWS:  # before this row's stores, since no load is moved ahead of a store
             q_at, v_at = q_at + 2 * K_HEADS * DK, v_at + HEADS * DV
             g_at, beta_at = g_at + HEADS, beta_at + HEADS
             q_t, k_t, v_t, g_t, beta_t = _row(q_at, v_at, g_at, beta_at, i, j, K_HEADS, DK, DV)
@@ -257,13 +261,13 @@ def _row(
 
 
 @triton.jit
-def _waiting(
+def _factors(
     keys, deltas, decays, factors_x, i, j,
-    WAITING: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    MAX_FOLD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """k, delta and g of all rows that may wait, kept or not: all are on their way at once."""
+    """k, delta and g of all rows that may have to be folded; all loads are issued at once."""
     rows = ()
-    for at in tl.static_range(WAITING):
+    for at in tl.static_range(MAX_FOLD):
         k = tl.load(keys + at * factors_x, mask=i < DK, other=0.0)
         delta = tl.load(deltas + at * factors_x, mask=j < DV, other=0.0)
         rows = rows + ((k, delta, tl.load(decays + at * factors_x)),)  # noqa: RUF005 (Triton)
@@ -271,17 +275,17 @@ def _waiting(
 
 
 @triton.jit
-def _fold(s, rows, count, WAITING: tl.constexpr):
-    """Ops.gdn_fold of the first `count` rows: e^{g_1 + ..} s + sum of k delta^T times the
-    decays after it."""
+def _fold(s, rows, count, MAX_FOLD: tl.constexpr):
+    """As Ops.gdn_fold, of the first `count` rows: s times the decays of all, plus k delta^T of each
+    row times the decays of the rows after it."""
     total = 0.0
-    for at in tl.static_range(WAITING):
+    for at in tl.static_range(MAX_FOLD):
         total += tl.where(at < count, rows[at][2], 0.0)
     s *= tl.exp(total)
     after = 0.0
-    for back in tl.static_range(WAITING):
-        k, delta, g = rows[WAITING - 1 - back]
-        alive = WAITING - 1 - back < count
+    for back in tl.static_range(MAX_FOLD):
+        k, delta, g = rows[MAX_FOLD - 1 - back]
+        alive = MAX_FOLD - 1 - back < count
         delta = tl.where(alive, delta * tl.exp(after), 0.0)
         s += tl.where(alive, k, 0.0)[:, None] * delta[None, :]
         after += tl.where(alive, g, 0.0)
@@ -294,7 +298,7 @@ def _finish(
     ROWS: tl.constexpr, K_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Leave k and g of one key head's rows as factors; norm and gate its value heads' rows."""
+    """Store k and g of one key head's rows as factors; norm and gate its value heads' rows."""
     REPEAT: tl.constexpr = HEADS // K_HEADS
     i = tl.arange(0, triton.next_power_of_2(DK))
     j = tl.arange(0, triton.next_power_of_2(DV))
@@ -311,13 +315,13 @@ def _finish(
             y_at = y + ((row + t) * HEADS + head)[:, None] * DV + j[None, :]
             z_at = z + (t * z_r + head * z_h)[:, None] + j[None, :]
             gate = tl.load(z_at, mask=in_v, other=0.0).to(tl.float32)
-            # .cg: others wrote it, so not from this processor's first-level cache
+            # .cg: other processors wrote it, so this one's L1 cache may be out of date
             o = tl.load(y_at, mask=in_v, other=0.0, cache_modifier=".cg").to(tl.float32)
             o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * weight
             act = tl.sigmoid(gate)
             if SILU:
                 act *= gate
-            tl.debug_barrier()  # all threads have read o, which y overwrites
+            tl.debug_barrier()  # all threads have read o, which is overwritten
             tl.store(y_at, (o * act).to(y.dtype.element_ty), mask=in_v)
             tl.store(decays + t * factors_x + head, decay, mask=alive)
         keys = factors + key_head * DK + t[:, None] * factors_x + i[None, :]

@@ -1,4 +1,4 @@
-"""The Triton kernels of Gated DeltaNet against Ops.gdn_verify, pass after pass."""
+"""The Triton kernels of the delta net's verify pass against Ops.gdn_verify, pass after pass."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.parallel.kernels import gdn
+from outrider.parallel.kernels import gdn_verify
 from outrider.parallel.operands import GdnLayer
 from outrider.parallel.ops import Ops
+from tests.parallel.cases import DEVICE
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2 if DEVICE.type == "cuda" else 6e-2}
-"""Relative plus absolute. The interpreter cuts float32 to bfloat16 where a GPU rounds."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2 if DEVICE == "cuda" else 6e-2}
+"""Relative and absolute. Triton's interpreter truncates to bfloat16 where a GPU rounds."""
 LAYERS, INDEX, SLOTS, PADDING, TAPS, DK, DV = 2, 1, 6, 5, 4, 20, 12
 NAN = float("nan")
 
 
 class Pair:
-    """One layer twice: `layer` on the CPU, its copy `own` in memory of several layers."""
+    """A layer twice: `layer` for Ops, and its copy `own` in the memory of several layers for the
+    kernels. fold [SLOTS] is how many rows of each slot the next pass folds."""
 
     def __init__(self, k: int, h: int, most: int, dtype: torch.dtype, gate: str) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.dtype, self.kept = dtype, torch.zeros(SLOTS, dtype=torch.int64)
+        self.dtype, self.fold = dtype, torch.zeros(SLOTS, dtype=torch.int64)
         self.channels = 2 * k * DK + h * DV
         self.layer = GdnLayer(
             num_k_heads=k,
@@ -53,17 +54,17 @@ class Pair:
         return torch.randn(*shape, generator=self.generator)
 
     def proj(self, batch: int, rows: int) -> Tensor:
-        """Rows of a wider matrix, with gates from almost shut to wide open."""
+        """A view of a wider matrix; the gates are near 0, near 1 and between."""
         x = self.rand(batch, rows, sum(self.layer.widths) + 5)
         x[..., self.channels + self.layer.num_v_heads * DV :] *= 6.0
         return x.to(self.dtype)[..., :-5]
 
-    def on_cpu(self, proj: Tensor, slots: Tensor, waiting: int) -> Tensor:
-        return Ops().gdn_verify(proj, self.layer, slots, self.kept[slots], waiting)
+    def on_cpu(self, proj: Tensor, slots: Tensor, max_fold: int) -> Tensor:
+        return Ops().gdn_verify(proj, self.layer, slots, self.fold[slots], max_fold)
 
-    def in_kernels(self, proj: Tensor, slots: Tensor, waiting: int) -> Tensor:
-        where = (slots.to(DEVICE), self.kept[slots].to(DEVICE), waiting)
-        return gdn.gdn_verify(proj.to(DEVICE), self.on_device(), *where, self.arrivals).cpu()
+    def in_kernels(self, proj: Tensor, slots: Tensor, max_fold: int) -> Tensor:
+        where = (slots.to(DEVICE), self.fold[slots].to(DEVICE), max_fold)
+        return gdn_verify.gdn_verify(proj.to(DEVICE), self.on_device(), *where, self.arrivals).cpu()
 
     def on_device(self) -> GdnLayer:
         """`own` with its weights where the kernels run."""
@@ -71,19 +72,19 @@ class Pair:
         return replace(self.own, **{name: getattr(self.own, name).to(DEVICE) for name in names})
 
     def poison(self, slots: Tensor) -> None:
-        """NaN in all that the kernels must not read: other slots, rows behind the kept ones."""
+        """NaN in what must have no influence: other slots and layers, and rows not to be folded."""
         unused = torch.ones(SLOTS, dtype=torch.bool)
         unused[slots] = False
         for t in self.memory:
             t[:, unused.to(DEVICE)] = NAN
             t[1 - INDEX] = NAN
         for slot in slots.tolist():
-            kept = int(self.kept[slot])
-            self.own.factors[slot, kept:] = NAN
-            self.own.conv[slot, kept + TAPS - 1 :] = NAN
+            fold = int(self.fold[slot])
+            self.own.factors[slot, fold:] = NAN
+            self.own.conv[slot, fold + TAPS - 1 :] = NAN
 
     def check_memory(self, slots: Tensor, rows: int) -> None:
-        """What a pass of `rows` leaves to the next."""
+        """Compare what a pass of `rows` rows leaves in the memory."""
         own, want, here = self.own, self.layer, slots.to(DEVICE)
         self.check(own.state[here], want.state[slots])
         self.check(own.factors[here, :rows], want.factors[slots, :rows])
@@ -114,37 +115,37 @@ CASES = [
 def test_passes_equal_the_definition(
     batch: int, rows: int, k: int, h: int, dtype: torch.dtype, gate: str
 ) -> None:
-    """Slots out of order, ragged kept from none to all; in a first pass nothing waits."""
+    """Slots in no order, of which none to all rows are folded; in a first pass there are none."""
     pair, slots = Pair(k, h, rows, dtype, gate), torch.tensor([3, 0, 4])[:batch]
     for step in range(3):
-        waiting = rows if step or batch > 1 else 0
+        max_fold = rows if step or batch > 1 else 0
         proj = pair.proj(batch, rows)
         pair.poison(slots)
-        want = pair.on_cpu(proj, slots, waiting)
-        got = pair.in_kernels(proj, slots, waiting)
+        want = pair.on_cpu(proj, slots, max_fold)
+        got = pair.in_kernels(proj, slots, max_fold)
         assert got.dtype == dtype
         pair.check(got, want)
         pair.check_memory(slots, rows)
-        kept = [(rows - step + 5 * b) % (rows + 1) for b in range(batch)]
-        pair.kept[slots] = torch.tensor(kept)
+        fold = [(rows - step + 5 * b) % (rows + 1) for b in range(batch)]
+        pair.fold[slots] = torch.tensor(fold)
 
 
 @pytest.mark.parametrize("shape", ["NARROW", "WIDE"])
 def test_programs_of_either_width(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer rows than the last pass left, and a slot's memory has room for more than both."""
-    monkeypatch.setattr(gdn, "FEW_COLUMNS", 10**9 if shape == "NARROW" else 0)
+    """Passes of fewer rows than the one before; a slot's memory has room for more than either."""
+    monkeypatch.setattr(gdn_verify, "FEW_COLUMNS", 10**9 if shape == "NARROW" else 0)
     pair, slots = Pair(1, 1, 5, torch.float32, "silu"), torch.tensor([2])
-    for rows, waiting, kept in ((4, 0, 3), (2, 4, 1), (1, 4, 1)):
+    for rows, max_fold, fold in ((4, 0, 3), (2, 4, 1), (1, 4, 1)):
         proj = pair.proj(1, rows)
         pair.poison(slots)
-        pair.check(pair.in_kernels(proj, slots, waiting), pair.on_cpu(proj, slots, waiting))
+        pair.check(pair.in_kernels(proj, slots, max_fold), pair.on_cpu(proj, slots, max_fold))
         pair.check_memory(slots, rows)
-        pair.kept[slots] = kept
+        pair.fold[slots] = fold
 
 
 def test_padding_may_hold_nan_and_appear_twice() -> None:
     pair, slots = Pair(1, 1, 2, torch.float32, "silu"), torch.tensor([PADDING, 2, PADDING])
-    pair.kept[slots] = torch.tensor([2, 1, 2])
+    pair.fold[slots] = torch.tensor([2, 1, 2])
     proj = pair.proj(3, 2)
     pair.poison(slots)
     for t in pair.memory:
