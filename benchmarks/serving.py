@@ -22,7 +22,7 @@ from typing import Any
 from outrider.actors.cluster.placement import prefer_haproxy, start_private
 from outrider.actors.engine import Engine, Sampling
 
-TINY = Path(__file__).parents[1] / "examples" / "tiny"
+TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"  # past the link outrider/
 PORT, WARM_UP, ROUNDS, REQUESTS, ANSWER_TOKENS = 8765, 5, 4, 20, 64
 """Of the http part; REQUESTS a round are streamed, and as many are not."""
 DEPTH_SLOTS, DEPTH_TOKENS, DEPTH_ROUNDS = 4, 160, 8
