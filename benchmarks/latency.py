@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -228,7 +229,7 @@ def measure_batch(
 
     run_ahead: the capability of the engine's devices, on which the expected counters depend.
     """
-    num_requests = -(-max(protocol.requests, batch) // batch) * batch
+    num_requests = math.ceil(protocol.requests / batch) * batch
     prompts = protocol.prompts(oracle.vocab, num_requests)
     warmup_prompts = protocol.prompts(oracle.vocab, max(protocol.warmup, batch), warm=True)
     answers: list[Answer] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,11 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 problems.append(f"{path}: not a whole safetensors file ({error})")
                 continue
-            self.names.update({self._without_prefix(name): (file, name) for name in file.keys()})
+            for full_name in file.keys():
+                name = self._without_prefix(full_name)
+                if name in self.names:
+                    problems.append(f"{path}: {full_name} is stored a second time")
+                self.names[name] = file, full_name
         if problems:
             raise ConfigError("; ".join(problems) + ". Download the checkpoint again.")
 
@@ -210,7 +214,8 @@ class Checkpoint:
         A quantised checkpoint, and a draft that is missing as a whole, are one entry.
         """
         needed = {rule.name: rule for rule in rules(model, run)}
-        if quantisation := self._quantisation(needed):
+        present = sorted(name for name in self.names if not is_ignored(name, model, run))
+        if quantisation := self._quantisation(present, needed):
             raise ConfigError(
                 f"{self.model_dir}: this is a quantised checkpoint ({quantisation}). Set `model` "
                 f"to the release without quantisation: {', '.join(PLAIN_DTYPES)} can be loaded."
@@ -224,11 +229,10 @@ class Checkpoint:
                 f"speculation.draft_tokens: 0 in cluster.yaml "
                 f"(now {'auto' if run.auto_depth else run.draft_tokens})",
             ]
-        unused = sorted(self.names.keys() - needed.keys())
         shapes = {n: list(self.slice(n).get_shape()) for n in needed if n in self.names}
         differences = {
             "missing": missing,
-            "unused": [name for name in unused if not is_ignored(name, model, run)],
+            "unused": [name for name in present if name not in needed],
             "shape": [
                 f"{name} is {shape}, config.json says {list(needed[name].shape)}"
                 for name, shape in shapes.items()
@@ -239,11 +243,11 @@ class Checkpoint:
         if lines:
             raise ConfigError(f"{self.model_dir}: weights do not fit. " + "; ".join(lines))
 
-    def _quantisation(self, needed: Iterable[str]) -> str:
-        """How the tensors of this checkpoint are quantised; "" where they are plain numbers."""
-        dtypes = {name: self.slice(name).get_dtype() for name in needed if name in self.names}
+    def _quantisation(self, present: Sequence[str], needed: Collection[str]) -> str:
+        """How the needed tensors are quantised, by what is present; "" for plain numbers."""
+        dtypes = {name: self.slice(name).get_dtype() for name in present if name in needed}
         codes = [f"{name} is {kind}" for name, kind in dtypes.items() if kind not in PLAIN_DTYPES]
-        endings = {name.rpartition(".")[2] for name in self.names}
+        endings = {name.rpartition(".")[2] for name in present}
         methods = [method for suffix, method in QUANTISED_SUFFIXES.items() if suffix in endings]
         more = [f"{len(codes) - 1} more"] if len(codes) > 1 else []
         return "; ".join(methods[:1] + codes[:1] + more)

@@ -33,7 +33,7 @@ def test_all_differences_come_in_one_error(tmp_path: Path) -> None:
     weights = checkpoints.random_weights(checkpoints.config())
     del weights["model.layers.1.linear_attn.A_log"], weights["mtp.fc.weight"]
     weights["model.norm.weight"] = torch.zeros(3)
-    weights["model.layers.9.surprise"] = torch.zeros(1)
+    weights["model.layers.9.surprise"] = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ConfigError) as caught:
         check(folder_with(tmp_path, weights))
     for word in ("layers.1.linear_attn.A_log", "mtp.fc.weight", "norm.weight is [3]", "[64]",
@@ -106,6 +106,25 @@ def test_a_quantised_checkpoint_is_known_by_what_lies_beside_its_weights(
     with pytest.raises(ConfigError, match=f"quantised checkpoint.*{method}") as caught:
         check(folder_with(tmp_path, weights))
     assert "missing" not in str(caught.value)
+
+
+def test_what_is_not_loaded_may_be_quantised(tmp_path: Path) -> None:
+    weights = checkpoints.random_weights(checkpoints.config())
+    weights["mtp.fc.weight"] = weights["mtp.fc.weight"].to(torch.int8)
+    weights["mtp.fc.weight_scale"] = torch.ones(1)
+    weights["model.visual.merger.weight_scale"] = torch.ones(1)
+    folder = folder_with(tmp_path, weights)
+    check(folder, draft_tokens=0)
+    with pytest.raises(ConfigError, match=r"quantised checkpoint.*mtp\.fc\.weight is I8\)"):
+        check(folder)
+
+
+def test_a_tensor_that_is_stored_twice_is_named(tmp_path: Path) -> None:
+    weights = checkpoints.random_weights(checkpoints.config())
+    weights["model.language_model.norm.weight"] = weights["model.norm.weight"] + 1
+    folder = checkpoints.write(tmp_path, checkpoints.config(), weights, nested=False)
+    with pytest.raises(ConfigError, match=r"norm\.weight is stored a second time"):
+        check(folder)
 
 
 def test_float64_and_float16_files_load(tmp_path: Path) -> None:
