@@ -9,10 +9,21 @@ folder of a user's can stand in for one of ours. Nothing heavy is imported befor
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.actors.engine import Chunk, Completion, Engine, RequestStats, Sampling
+
+if (
+    sys.argv[:1] == ["-m"]  # so it is while Python looks for the module to run
+    and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswith("outrider.")
+    and not sys.flags.safe_path
+    and Path(sys.path[0]) != Path(__file__).parents[1]
+):
+    # `python -m` puts the current folder first: a model's folder may hold a tokenizers.py.
+    del sys.path[0]
 
 __all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
 

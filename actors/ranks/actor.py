@@ -1,20 +1,21 @@
 """A rank as a Ray actor: one line a method over ranks/rank.py.
 
     prepare -> open (rank 0) -> connect -> load -> run (one long call) -> shutdown
-Ray starts the process and carries these calls; everything else goes over connections.
+Ray starts the process and carries these calls; everything else goes over connections. Ray pickles
+the class with what its methods find at the top of this module, and unpickles it before __init__ has
+settled from where this process imports: so a method imports what it needs.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from outrider.actors.cluster.placement import device_index, near_cpus
-from outrider.actors.ranks.rank import Location, Rank, RankSetup, Rendezvous
+if TYPE_CHECKING:
+    from outrider.actors.ranks.rank import Location, Rank, RankSetup, Rendezvous
 
 
 @ray.remote
@@ -28,7 +29,17 @@ class RankActor:
 
     _rank: Rank
 
+    def __init__(self) -> None:
+        from outrider.actors.cluster.imports import isolate_worker
+
+        isolate_worker()
+
     def prepare(self, setup: RankSetup) -> Location:
+        from dataclasses import replace
+
+        from outrider.actors.cluster.placement import near_cpus
+        from outrider.actors.ranks.rank import Location, Rank
+
         if setup.device == "npu" and setup.spec.parallel.rank_cpus == "auto":
             ids = ray.get_runtime_context().get_accelerator_ids()
             setup = replace(setup, cpus=near_cpus(setup.device, ids) or setup.cpus)
@@ -40,6 +51,8 @@ class RankActor:
         return self._rank.open(host, peers, driver_here)
 
     def connect(self, rendezvous: Rendezvous) -> int:
+        from outrider.actors.cluster.placement import device_index
+
         ids = ray.get_runtime_context().get_accelerator_ids()
         device = self._rank.setup.device
         return self._rank.connect(rendezvous, device_index(device, ids, os.environ))

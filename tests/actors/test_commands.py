@@ -17,12 +17,15 @@ import ray
 from outrider.actors import cli
 from outrider.actors.options import USER_ERROR
 from outrider.benchmarks import planted
+from tests.actors.cluster.test_imports import hostile_folder, imported_from
 from tests.actors.conftest import hold_ray
 
 
-def run(repo: Path, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "outrider.actors.cli", *args]
-    return subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, **kwargs
+    )
 
 
 def copied(planted_tiny: Path, folder: Path) -> Path:
@@ -44,12 +47,18 @@ def ends_with_a_full_iteration(start: int, num_tokens: int) -> bool:
 
 
 @pytest.mark.ray
-def test_two_ranks_print_the_chain_as_json(repo: Path, planted_tiny: Path) -> None:
+def test_two_ranks_print_the_chain_as_json(
+    repo: Path, planted_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started in a folder whose modules have the names of what driver and ranks import."""
+    folder = hostile_folder(tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", str(repo))
     length = next(n for n in range(20, 60) if ends_with_a_full_iteration(17, n))
     args = ["--model", str(planted_tiny), "--prompt-ids", "17", "--prompt-ids", "5,3,900"]
     args += ["--max-tokens", str(length), "--ignore-eos", "--json", "--draft-tokens", "3"]
-    done = run(repo, "generate", *args)
+    done = run(folder, "generate", *args)
     assert done.returncode == 0, done.stderr
+    assert imported_from(folder) == []
     first, second = map(json.loads, done.stdout.splitlines())
     assert first["prompt_ids"] == [17]
     assert first["token_ids"] == expected(17, length).tokens
