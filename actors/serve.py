@@ -25,14 +25,18 @@ from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp
 
+from outrider.actors.cluster.kinds import free_host_bytes
 from outrider.actors.cluster.placement import (
     DRIVER_CPUS,
     PlacementError,
     bundles,
     connect_ray,
+    engines_that_fit,
+    is_private,
     missing,
 )
 from outrider.actors.cluster.reader import load_spec, parse_set
+from outrider.actors.cluster.shares import HostShare, claim_share
 from outrider.actors.cluster.spec import DEFAULT_FILE, Spec
 from outrider.actors.driver.assembly import DriverSetup, assemble, limits_of
 from outrider.actors.http.endpoints import Endpoints
@@ -56,7 +60,9 @@ class Replica:
     async def __init__(self, spec: Spec, keys: tuple[bytes, ...] = ()) -> None:
         """spec: from `serving_spec`. keys: SHA-256 digests of the API keys; none: everyone may."""
         model_dir, model = spec.open_model()
-        run = spec.run_config(model, model_dir, spec.resolve_pages(model, model_dir))
+        share = claim_replica_share(spec)
+        pages = spec.resolve_pages(model, model_dir, rank_memory(spec, share.memory_bytes))
+        run = spec.run_config(model, model_dir, pages)
         placement = ray.util.get_current_placement_group()
         assert placement is not None, "a replica is placed with its ranks (application())"
         setup = DriverSetup(
@@ -67,7 +73,7 @@ class Replica:
             name=f"outrider:{serve.get_replica_context().replica_id.unique_id}",
         )
         self._mode = effective_mode(run, model)
-        self._ranks, self._driver, notes = assemble(setup)
+        self._ranks, self._driver, notes = assemble(setup, share)
         await self._driver.start()
         for note in notes + self._ranks.warnings():
             log.warning(note)
@@ -102,6 +108,24 @@ class Replica:
             "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
             "ranks": self._ranks.stats(),
         }
+
+
+def most_replicas(spec: Spec) -> int:
+    """How many engines a server of this spec may run at a time."""
+    return spec.serve.max_replicas or spec.serve.num_replicas
+
+
+def claim_replica_share(spec: Spec) -> HostShare:
+    """What this replica takes of its node, which it may share with others; until it ends."""
+    context = ray.get_runtime_context()
+    (node,) = (one for one in ray.nodes() if one["NodeID"] == context.get_node_id())
+    group = f"{context.gcs_address}:{serve.get_replica_context().app_name}"
+    return claim_share(spec, group, engines_that_fit(spec, most_replicas(spec), node["Resources"]))
+
+
+def rank_memory(spec: Spec, engine_bytes: int) -> int | None:
+    """Host memory of each rank of an engine; None on a device with a memory of its own."""
+    return engine_bytes // spec.parallel.tensor_parallel if spec.device == "cpu" else None
 
 
 def effective_mode(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
@@ -225,9 +249,10 @@ def run_server(
 def serving(spec: Spec) -> Iterator[str]:
     """A server from start to end: yields its URL once it answers. ConfigError, EngineDeadError."""
     model_dir, model = spec.open_model()
-    spec.resolve_pages(model, model_dir)
     app = application(spec)
-    engines = spec.serve.max_replicas or spec.serve.num_replicas
+    engines = most_replicas(spec)
+    here = engines if is_private(spec) else 1
+    spec.resolve_pages(model, model_dir, rank_memory(spec, free_host_bytes() // here))
     cluster = connect_ray(spec, engines=engines)
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

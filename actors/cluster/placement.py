@@ -75,6 +75,11 @@ class Cluster:
         self._connected, self._session = False, None
 
 
+def is_private(spec: Spec) -> bool:
+    """Whether `connect_ray` would start a cluster of this machine."""
+    return not ray.is_initialized() and running_address(spec, os.environ) is None
+
+
 def connect_ray(spec: Spec, *, engines: int = 1) -> Cluster:
     """The cluster that this process is in, the one to join (address.py), or a private one.
 
@@ -198,10 +203,7 @@ def missing(
     wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]
 ) -> str | None:
     """Why `wanted` can never be placed on one of `nodes` (total resources of each), or None."""
-    need: dict[str, float] = {}
-    for bundle in wanted:
-        for name, amount in bundle.items():
-            need[name] = need.get(name, 0) + amount
+    need = _sum(wanted)
     have = {name: sum(node.get(name, 0) for node in nodes) for name in need}
     short = [name for name in need if need[name] > have[name]]
     if short:
@@ -214,6 +216,12 @@ def missing(
             _amounts({name: node.get(name, 0) for name in need}) for node in nodes
         )
     return None
+
+
+def engines_that_fit(spec: Spec, most: int, node: Mapping[str, float]) -> int:
+    """How many of `most` engines a node of these total resources can hold at a time; at least 1."""
+    room = [int(node.get(name, 0) // amount) for name, amount in _sum(bundles(spec)).items()]
+    return max(1, min(most, *room))
 
 
 def place(spec: Spec, name: str) -> PlacementGroup:
@@ -314,6 +322,14 @@ def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping
     if mine[0] not in listed:
         raise PlacementError(f'Ray assigned {mine[0]}, which {name}="{environ[name]}" hides')
     return listed.index(mine[0])
+
+
+def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0) + amount
+    return total
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

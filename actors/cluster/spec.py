@@ -53,8 +53,9 @@ class ParallelSpec:
     collective: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
     """What carries tensors between ranks; auto picks by device."""
     rank_cpus: tuple[str, ...] | Literal["auto"] | None = "auto"
-    """One range a rank ("240-279"); auto: an even split where CPUs suffice, on npu
-    those near the card where npu-smi names them; null: no pinning."""
+    """One range a rank ("240-279"); auto: an even split of the CPUs that no other engine on this
+    host has, where they suffice (on npu those near the card, where npu-smi names them); null: no
+    pinning."""
     driver_cpus: str | None = None
     """Range of the driver; null leaves it alone."""
 
@@ -209,19 +210,21 @@ class Spec:
         return NPU_PAGE_TOKENS if self.device == "npu" else 16
 
     def rank_cpu_sets(
-        self, allowed: frozenset[int] | None = None
+        self, allowed: frozenset[int] | None = None, share: frozenset[int] | None = None
     ) -> tuple[frozenset[int] | None, ...]:
         """The CPUs of each rank, None where it is not pinned. Call it on the ranks' own machine.
 
-        allowed: CPUs this machine lets us use; None asks the system. Raises ConfigError when a
-        configured range has none of them, warns when it has only some.
+        allowed: CPUs that this machine lets us use; None asks the system. share: the part of them
+        that rank_cpus: auto splits; None is all. Raises ConfigError when a configured range has
+        none of the allowed CPUs, warns when it has only some.
         """
         size, ranges = self.parallel.tensor_parallel, self.parallel.rank_cpus
         allowed = affinity.allowed_cpus() if allowed is None else allowed
         if ranges == "auto":
-            if not affinity.can_pin() or len(allowed) < size:
+            share = allowed if share is None else share
+            if not affinity.can_pin() or len(share) < size:
                 return (None,) * size
-            return affinity.split_evenly(allowed, size)
+            return affinity.split_evenly(share, size)
         if ranges is None:
             return (None,) * size
         return tuple(self._usable("parallel.rank_cpus", text, allowed) for text in ranges)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup
 
+from outrider.actors.cluster.shares import HostShare
 from outrider.actors.cluster.spec import Spec
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.scheduler import Limits
@@ -35,12 +36,15 @@ class DriverSetup:
     """Prefix of the ranks' actor names."""
 
 
-def assemble(setup: DriverSetup) -> tuple[RankGroup, Driver, list[str]]:
-    """A driver and its ranks, not started, and warnings for the user. Pins this process."""
+def assemble(setup: DriverSetup, share: HostShare) -> tuple[RankGroup, Driver, list[str]]:
+    """A driver and its ranks, not started, and warnings for the user. Pins this process.
+
+    share: this engine's part of the host; the caller keeps it for as long as the engine lives.
+    """
     spec = setup.spec
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rank_cpus, driver_cpus = spec.rank_cpu_sets(), spec.driver_cpu_set()
+        rank_cpus, driver_cpus = spec.rank_cpu_sets(share=share.cpus), spec.driver_cpu_set()
     if driver_cpus is not None:
         pin_process(driver_cpus)
     ranks = RankGroup(spec, setup.run, setup.placement, cpus=rank_cpus, name=setup.name)

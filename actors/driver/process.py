@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq.asyncio
 
+from outrider.actors.cluster.shares import claim_share
 from outrider.actors.driver.assembly import DriverSetup, assemble
 from outrider.actors.driver.server import DriverServer
 from outrider.actors.errors import EngineClosedError
@@ -33,7 +34,8 @@ class DriverProcess:
         Engine says stop before that."""
         await self._connection.receive_async(Hello)
         self._connector.remove_folder()
-        self._ranks, self._driver, notes = assemble(setup)
+        self._share = claim_share(setup.spec, setup.name)
+        self._ranks, self._driver, notes = assemble(setup, self._share)
         server = DriverServer(self._connection, self._driver, self._about)
         self._serving = asyncio.ensure_future(server.serve())
         reporting = asyncio.ensure_future(server.report(lambda: self._ranks.loaded_bytes))
@@ -53,6 +55,7 @@ class DriverProcess:
             await self._serving
         finally:
             await self._driver.close()
+            self._share.release()
 
     def _about(self) -> dict[str, Any]:
         return {

@@ -38,12 +38,15 @@ class Served:
         overrides = {
             "model": str(TINY), "draft_tokens": K, "serve.slots": SLOTS, "max_queue": QUEUE,
             "port": free_port(), "queue_timeout_s": 120.0,
+            "rank_cpus": None,  # left to the other engines on this host
         }  # fmt: skip
         self.url = self._stack.enter_context(serving(serving_spec(None, overrides)))
         self.root = self.url.removesuffix("/v1")
         self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=60, max_retries=0)
         self.offline = self._stack.enter_context(
-            Engine.from_config(None, model=str(TINY), draft_tokens=0, max_slots=SLOTS)
+            Engine.from_config(
+                None, model=str(TINY), draft_tokens=0, max_slots=SLOTS, rank_cpus=None
+            )
         )
 
     def close(self) -> None:

@@ -62,25 +62,27 @@ def test_load_brings_a_second_replica_that_answers_alike(served: Served) -> None
     serve.run(application(serving_spec(None, overrides)), name="scaled", route_prefix="/scaled")
     body = {"prompt": PROMPTS[0], "max_tokens": 60, "temperature": 0}
     right = served.right(PROMPTS[0], max_tokens=60).text
-    enough, pids = threading.Event(), set()
+    enough, cpus = threading.Event(), {}
 
     def client(_: int) -> None:
         with httpx.Client(base_url=served.root + "/scaled", timeout=120) as http:
             while not enough.is_set():
                 answer = http.post("/v1/completions", json=body)
                 assert answer.json()["choices"][0]["text"] == right
-                pids.add(http.get("/health").json()["driver"]["pid"])
+                health = http.get("/health").json()
+                cpus[health["driver"]["pid"]] = set(health["ranks"][0]["cpus"])
 
     try:
         with ThreadPoolExecutor(8) as pool:
             calls = [pool.submit(client, i) for i in range(8)]
             deadline = time.monotonic() + 200
-            while len(pids) < 2 and time.monotonic() < deadline:
+            while len(cpus) < 2 and time.monotonic() < deadline:
                 time.sleep(0.5)
             enough.set()
             for call in calls:
                 call.result()
-        assert len(pids) == 2
+        one, other = cpus.values()
+        assert not one & other or len(os.sched_getaffinity(0)) < 2
     finally:
         serve.delete("scaled")
 
