@@ -1,8 +1,9 @@
-"""Behaviours that were given up for speed, kept so that what they cost can be measured.
+"""Slower behaviours that faster ones replaced, kept so that the difference can be measured.
 
-    Ablation (cluster.yaml: ablation.*) -> old_device, undo(Executor), synced -> the same tokens
+    Ablation (cluster.yaml: ablation.*) -> old_device, install_old_parts, run_in_pieces
 
-Nothing here runs by default: a Runner asks once, at its start, and parts are replaced.
+None of them changes a token, and none runs by default: a Runner asks once, at its start, and the
+parts that an ablation names take the place of the present ones.
 Letters: B slots | R = K+1 rows | H hidden | V vocabulary | k, h key and value heads | g = h / k
 """
 
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.model.batch import DecodeBatch
 from outrider.model.config import Ablation
-from outrider.model.executor import DecodeBatch, Executor, MtpDrafter, RunPiece
+from outrider.model.executor import Executor, MtpDrafter, RunPiece
 from outrider.model.gdn import GatedDeltaNet
 from outrider.model.step import MAX_DRAFT_TOKENS
 from outrider.parallel.device import Device
@@ -26,33 +28,34 @@ from outrider.parallel.linear import ColumnLinear
 from outrider.parallel.vocab import LMHead
 
 
-def old_device(device: Device, old: Ablation) -> Device:
-    """The device without its graphs, where the ablation says so."""
-    if not old.no_graph:
+def old_device(device: Device, ablation: Ablation) -> Device:
+    """The device, without its graphs where the ablation says so."""
+    if not ablation.no_graph:
         return device
     return replace(device, capabilities=replace(device.capabilities, graphs=False))
 
 
-def undo(it: Executor) -> None:
-    """Put the old parts in their places."""
-    old, device = it.run.ablation, it.device
-    if old.merge_then_split:
-        for layer in it.target.layers:
+def install_old_parts(executor: Executor) -> None:
+    """Replace the parts of an executor that its ablation names."""
+    ablation, device = executor.run.ablation, executor.device
+    if ablation.merge_then_split:
+        for layer in executor.target.layers:
             if isinstance(layer.mixer, GatedDeltaNet):
                 layer.mixer.in_proj = PackedProjections(layer.mixer, device)
-    if old.greedy_probabilities or old.gather_logits:
-        it.head = target = GatheredHead(it.head.weight, device, old.greedy_probabilities)
-        if isinstance(it.drafter, MtpDrafter):
-            draft = GatheredHead(it.drafter.head.weight, device, old.greedy_probabilities)
-            it.drafter.head = draft
-            if old.greedy_probabilities:
-                it.check = ProbabilityCheck(target, draft)
+    keep = ablation.greedy_probabilities
+    if keep or ablation.gather_logits:
+        executor.head = target = GatheredHead(executor.head.weight, device, keep)
+        if isinstance(executor.drafter, MtpDrafter):
+            draft = GatheredHead(executor.drafter.head.weight, device, keep)
+            executor.drafter.head = draft
+            if keep:
+                executor.check_drafts = ProbabilityCheck(target, draft)
 
 
-def synced(graphs: Graphs, device: Device, batch: DecodeBatch) -> RunPiece:
-    """Runs each piece of an iteration as a graph of its own, and waits after each draft pass.
+def run_in_pieces(graphs: Graphs, device: Device, batch: DecodeBatch) -> RunPiece:
+    """A RunPiece that makes each piece a graph of its own, and waits after each draft pass.
 
-    Rows that sample are in no graph; the waits stay.
+    The pieces of a batch that gathers logits are not captured; it waits all the same.
     """
 
     def run(name: int | str, work: Callable[[], Any]) -> Any:
@@ -94,39 +97,42 @@ class PackedProjections(ColumnLinear):
 
 
 class GatheredHead(LMHead):
-    """A head that gathers all logits of greedy rows too, and may keep their probabilities."""
+    """A head that gathers whole logits for greedy rows too; `keep`: and keeps probabilities."""
 
-    def __init__(self, weight: Tensor, device: Device, carry: bool) -> None:
+    def __init__(self, weight: Tensor, device: Device, keep: bool) -> None:
         super().__init__(weight, device)
-        self.carry = carry
-        self.carried: deque[Tensor] = deque(maxlen=MAX_DRAFT_TOKENS)
-        """[N, V] float32 of the last calls."""
+        self.keep = keep
+        self.probabilities: deque[Tensor] = deque(maxlen=MAX_DRAFT_TOKENS)
+        """[N, V] float32 of each of the last calls."""
 
     def greedy(self, hidden: Tensor) -> Tensor:
-        """As LMHead.greedy; ties go to the smallest id as there."""
+        """As LMHead.greedy, ties included: they go to the smallest id."""
         logits = self.logits(hidden)
-        if self.carry:
-            self.carried.append(torch.softmax(logits, -1))
+        if self.keep:
+            self.probabilities.append(torch.softmax(logits, -1))
         return logits.argmax(-1)
 
 
 class ProbabilityCheck:
-    """The acceptance ratios of rejection sampling, which greedy rows then ignore."""
+    """Compares drafts by the ratio of rejection sampling, p(draft) / q(draft), and by equality.
+
+    All rows are greedy, so equality decides; the ratio is the work whose cost is measured.
+    """
 
     def __init__(self, target: GatheredHead, draft: GatheredHead) -> None:
         self.target, self.draft = target, draft
 
     def __call__(self, drafts: Tensor, targets: Tensor) -> Tensor:
-        """drafts [B, K], targets [B, K+1] -> drafts, -1 where they are to be rejected."""
+        """drafts [B, K], targets [B, K+1] int64 -> the drafts, -1 where they are rejected."""
         num_slots, k = drafts.shape
-        p, q = list(self.target.carried), list(self.draft.carried)
-        self.target.carried.clear()
-        self.draft.carried.clear()
-        if not k or not p or len(p[-1]) != num_slots * (k + 1):  # a batch of sampled rows
-            return drafts
+        by_target, by_draft = list(self.target.probabilities), list(self.draft.probabilities)
+        self.target.probabilities.clear()
+        self.draft.probabilities.clear()
+        if not k or not by_target or len(by_target[-1]) != num_slots * (k + 1):
+            return drafts  # no draft, or no greedy row
         ids = drafts.unsqueeze(-1)
-        wanted = p[-1].view(num_slots, k + 1, -1)[:, :k].gather(-1, ids)
-        offered = torch.stack(q[-k:], 1).gather(-1, ids)
-        likely, greedy = (wanted >= offered).squeeze(-1), torch.ones_like(drafts, dtype=torch.bool)
-        agrees = torch.where(greedy, drafts == targets[:, :k], likely)
-        return torch.where(agrees, drafts, -1)
+        p = by_target[-1].view(num_slots, k + 1, -1)[:, :k].gather(-1, ids)
+        q = torch.stack(by_draft[-k:], 1).gather(-1, ids)
+        by_ratio, greedy = (p >= q).squeeze(-1), torch.ones_like(drafts, dtype=torch.bool)
+        accepted = torch.where(greedy, drafts == targets[:, :k], by_ratio)
+        return torch.where(accepted, drafts, -1)

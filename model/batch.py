@@ -1,10 +1,10 @@
-"""The inputs of a forward pass: lists that the host decides on -> tensors on the device.
+"""The inputs of a forward pass: lists of the host become tensors on the device.
 
     PaddedSpans -> BatchPacker.prompt -> PromptChunk
-    RunningRequests and their limits -> BatchPacker.decode -> DecodeBatch
+    RunningRequests, limits -> BatchPacker.decode -> DecodeBatch
 
-Where graphs are captured, a pass of one shape always reads the same tensors: the packer keeps them
-and copies in the values that have changed, so few of an iteration's cross to the device.
+A captured pass always reads the same tensors. The packer keeps those of each shape, and copies new
+values into them where they have changed.
 Shapes: B slots of a batch | K drafts | T prompt tokens of a chunk | E prompts that end in it
 """
 
@@ -27,37 +27,38 @@ from outrider.parallel.device import Device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
-    """Who takes part in an iteration, decided by the host."""
+    """The inputs of an iteration."""
 
     slots: Tensor
-    """[B] int64, padding slots included."""
+    """[B] int64, with the padding slot as often as the batch is padded."""
     limits: Tensor
-    """[B] int64: drafts that each slot takes, at most K."""
+    """[B] int64: drafts that each slot takes, at most num_drafts."""
     num_drafts: int
     """K of this iteration."""
     max_kept: int
-    """The most rows that any slot kept in its last pass: the rows of draft pass 0."""
+    """No slot kept more rows than this in its last pass; draft pass 0 has this many rows a slot."""
     max_fold: int
-    """The most rows of a slot that wait to be folded into its states; 0 right after prefill."""
+    """No slot has more rows than this to fold into its states; 0 when all come from prefill."""
     num_pages: int
-    """Pages of the block tables that the rows can reach."""
+    """The rows of no slot lie beyond this many pages of its block table."""
     with_logits: Tensor | None = None
-    """[n] int64: places in `slots` whose rows' whole logits are gathered; None gathers none."""
+    """[n] int64: indices into `slots` of those whose whole logits are gathered; None for none."""
     any_greedy: bool = True
-    """False when the rows of every slot are picked from whole logits."""
+    """Whether any slot takes the head's best pair instead of a pick from whole logits."""
     features: SamplingFeatures = NO_FEATURES
     """What the logits are needed for."""
     host_lengths: tuple[list[int], ...] | None = None
-    """Rows.host_lengths [B] of each draft pass, then of the verify pass; None without a need."""
+    """Rows.host_lengths [B] of each draft pass, then of the verify pass; None for devices without
+    the capability of this name."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides the shape of the work; an iteration is captured once for each."""
+        """All that the shape of the iteration depends on. It is captured once for each key."""
         shape = (len(self.slots), self.num_drafts)
         return shape if self.with_logits is None else (*shape, self.features)
 
     def host_lengths_of(self, index: int) -> list[int] | None:
-        """Of draft pass `index`; -1 is the verify pass."""
+        """Those of draft pass `index`, or of the verify pass for -1."""
         return self.host_lengths[index] if self.host_lengths else None
 
 
@@ -66,46 +67,52 @@ class PromptChunk:
     """Prompt tokens of some slots, padded to one width."""
 
     slots: Tensor
-    """[B] int64."""
+    """[B] int64"""
     tokens: Tensor
-    """[B, T] int64."""
+    """[B, T] int64"""
     following: Tensor
-    """[B, T] int64: tokens shifted left by one; 0 where the next token is not known yet."""
+    """[B, T] int64: the token after each of `tokens`; 0 where the prompt has none."""
     first: Tensor
-    """[B] int64: position of the first token."""
+    """[B] int64: position of the first token of each slot."""
     counts: Tensor
-    """[B] int64: real tokens."""
+    """[B] int64: tokens of each slot that are not padding."""
     draft_counts: Tensor
-    """[B] int64: rows that the draft sees, those whose next token is known: counts, less one at a
-    prompt's end."""
+    """[B] int64: rows of each slot that the draft can see. A row needs the token that follows it,
+    so this is one less than `counts` where a prompt ends."""
     ends: Tensor | None
-    """[E] int64: places in `slots` of prompts that end here; None when none does."""
+    """[E] int64: indices into `slots` of prompts that end here; None when none does."""
     num_pages: int
+    """The rows of no slot lie beyond this many pages of its block table."""
     with_logits: Tensor | None = None
-    """[n] int64: places in `ends` of those that need whole logits; None when none does."""
+    """[n] int64: indices into `ends` of those that need whole logits; None when none does."""
     features: SamplingFeatures = NO_FEATURES
+    """What the logits are needed for."""
     host_lengths: list[int] | None = None
-    """Rows.host_lengths [B], where the device wants it."""
+    """Rows.host_lengths [B]; None for devices without the capability of this name."""
 
 
 class BatchPacker:
-    """Packs for one rank; max_pages: of a slot's block table."""
+    """Packs the inputs of one rank's passes; max_pages: those of a slot's block table."""
 
     def __init__(self, run: RunConfig, device: Device, max_pages: int) -> None:
         self.run, self.device, self.max_pages = run, device, max_pages
         captured = powers_of_two(1, run.max_slots) if device.capabilities.graphs else ()
         self.sizes = run.batch_buckets or captured
-        """Sizes that a batch is padded to, rising; empty: no padding."""
+        """Sizes that a batch is padded to, rising. Without any, batches are not padded."""
         self._batches: dict[tuple[object, ...], DecodeBatch] = {}
+        """(size, drafts, features) -> the batch that the captured iteration of this shape reads."""
         self._sent: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
-        """By shape: the batch that a captured iteration reads; slots and limits that it holds."""
+        """The same -> the slots and limits that are in the batch's tensors."""
         self._chunks: dict[int, PromptChunk] = {}
-        """By width: the chunk that a captured prefill reads."""
+        """Width -> the chunk that the captured prefill of this width reads."""
 
     def decode(
         self, requests: Sequence[RunningRequest], limits: Sequence[int], depth: int
     ) -> DecodeBatch:
-        """An iteration over `requests`: request i takes limits[i] drafts, at most `depth`."""
+        """The inputs of an iteration over `requests`, of which the i-th takes limits[i] drafts.
+
+        depth: the most that limits may hold. Graphs are captured by it, not by the largest limit.
+        """
         run, can = self.run, self.device.capabilities
         num_drafts = run.draft_tokens if run.pin_rows else depth if can.graphs else max(limits)
         size = next((n for n in self.sizes if n >= len(requests)), len(requests))
@@ -116,7 +123,7 @@ class BatchPacker:
         features = SamplingFeatures.of([requests[i].sampling for i in with_logits])
         if can.graphs and (can.sampled_graphs or not with_logits):
             features = features.captured_as()
-            return self._standing(slots, padded_limits, num_drafts, features, requests)
+            return self._captured(slots, padded_limits, num_drafts, features, requests)
         last_rows = max(r.last_rows for r in requests)
         rows = run.draft_tokens + 1
         num_positions = rows + max(r.num_tokens + r.in_flight * rows for r in requests)
@@ -134,16 +141,16 @@ class BatchPacker:
         )
 
     def captured_batches(self) -> Iterator[DecodeBatch]:
-        """A batch of padding alone for each shape that decode() packs for a captured iteration."""
+        """A batch of padding alone for each shape of iteration that can be captured."""
         run, can = self.run, self.device.capabilities
         varies = run.auto_depth and not run.pin_rows
         depths = range(run.draft_tokens + 1) if varies else (run.draft_tokens,)
         for size in self.sizes if can.graphs else ():
             for depth in depths:
                 for features in CAPTURED_FEATURES if can.sampled_graphs else (NO_FEATURES,):
-                    yield self._standing([run.max_slots] * size, [0] * size, depth, features, ())
+                    yield self._captured([run.max_slots] * size, [0] * size, depth, features, ())
 
-    def _standing(
+    def _captured(
         self,
         slots: list[int],
         limits: list[int],
@@ -151,10 +158,11 @@ class BatchPacker:
         features: SamplingFeatures,
         requests: Sequence[RunningRequest],
     ) -> DecodeBatch:
-        """The batch whose tensors and lists a captured iteration reads, with these values in them.
+        """The batch that the captured iteration of this shape reads, with these values in it.
 
-        Its numbers of rows and pages are the most there can be: counts on the device say how many
-        are real. Logits are gathered of all slots or of none; the device knows who uses them.
+        Its numbers of rows and pages are the largest possible; counts on the device say how many of
+        them are real. Logits are gathered of all slots or of none, and SlotTensors.needs_logits
+        says which slots use them.
         """
         width, size = self.run.draft_tokens + 1, len(slots)
         host_lengths = self._host_lengths(requests, size, num_drafts, width)
@@ -173,8 +181,8 @@ class BatchPacker:
             )
             self._sent[key] = slots, limits
         batch, (old_slots, old_limits) = self._batches[key], self._sent[key]
-        for standing, lengths in zip(batch.host_lengths or (), host_lengths or ()):
-            standing[:] = lengths
+        for captured, lengths in zip(batch.host_lengths or (), host_lengths or ()):
+            captured[:] = lengths
         if slots != old_slots:
             batch.slots.copy_(self._ints(slots))
         if limits != old_limits:
@@ -185,12 +193,14 @@ class BatchPacker:
     def _host_lengths(
         self, requests: Sequence[RunningRequest], size: int, num_drafts: int, max_kept: int
     ) -> tuple[list[int], ...] | None:
-        """DecodeBatch.host_lengths where the device wants it; padding starts in the null page.
+        """DecodeBatch.host_lengths, for devices with the capability.
 
-        Only a first token may be in flight: the rest follows from results that were read.
+        The host must know how many rows each slot kept, so nothing but a first token may be in
+        flight. Padding stands at the start of the null page.
         """
         if not self.device.capabilities.host_lengths:
             return None
+        assert self.device.capabilities.run_ahead == 0, "these devices read each result at once"
         lengths = [r.position for r in requests]
         padding = size - len(requests)
         first = [n - r.kept + max_kept for n, r in zip(lengths, requests)] + [max_kept] * padding
@@ -199,7 +209,7 @@ class BatchPacker:
         return first, *later, [n + rows for n in lengths] + [rows] * padding
 
     def prompt(self, group: PaddedSpans) -> PromptChunk:
-        """The chunk that runs these spans, each padded to the group's width."""
+        """The inputs of a pass over these spans of prompts."""
         spans, width, tokens, following = group.spans, group.width, [], []
         for span in spans:
             prompt = span.request.prompt
@@ -223,16 +233,19 @@ class BatchPacker:
             host_lengths=[longest] if self.device.capabilities.host_lengths else None,
         )
 
-    def standing_prompt(self, fresh: PromptChunk) -> PromptChunk:
-        """The chunk whose tensors a captured prefill of this width reads, with these values."""
-        width = fresh.tokens.shape[1]
+    def captured_prompt(self, chunk: PromptChunk) -> PromptChunk:
+        """The chunk that the captured prefill of this width reads, with the values of `chunk`.
+
+        It makes a first token always; that one means something where the prompt ends.
+        """
+        width = chunk.tokens.shape[1]
         if width not in self._chunks:
-            ends = self._ints([0])  # always computed; it means something where a prompt ends
-            self._chunks[width] = replace(fresh, num_pages=self.max_pages, ends=ends)
-        chunk = self._chunks[width]
+            ends = self._ints([0])
+            self._chunks[width] = replace(chunk, num_pages=self.max_pages, ends=ends)
+        captured = self._chunks[width]
         for name in ("slots", "tokens", "following", "first", "counts", "draft_counts"):
-            getattr(chunk, name).copy_(getattr(fresh, name))
-        return chunk
+            getattr(captured, name).copy_(getattr(chunk, name))
+        return captured
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         # Through numpy: torch.tensor takes four times as long over a list of a prompt's length.

@@ -1,9 +1,11 @@
-"""One rank's device work: prefill a chunk, or run an iteration over the decoding slots.
+"""One rank's device work: run a chunk of prompts, or an iteration over the slots that decode.
 
     draft pass 0 (kept rows, true hiddens) -> passes 1..K-1 -> verify K+1 rows -> accept -> commit
 
 Nothing here reads a tensor back or waits for the device: counts, positions and tokens stay there.
-Shapes: B slots of a batch | K drafts | R = K+1 rows | T prompt tokens of a chunk | H hidden | V
+It holds the target, the draft, and all memory that is kept between passes.
+Shapes: B slots of a batch | K drafts | R = K+1 rows | T prompt tokens of a chunk | E prompts that
+        end in it | N rows of any slots | H hidden | V vocabulary
 """
 
 from __future__ import annotations
@@ -28,35 +30,40 @@ from outrider.parallel.operands import GatheredSlots
 from outrider.parallel.vocab import Fp8Head, LMHead
 
 PICK_ROWS = 64
-"""Rows whose logits are held at once: each takes a dozen times V numbers while it is picked."""
+"""Rows whose tokens are picked from whole logits at once. Picking takes about a dozen times V
+numbers a row, and a large batch of them may be more than what is free beside the model."""
 
 RunPiece = Callable[[int | str, Callable[[], Any]], Any]
-"""(name, work) -> what the work returns. A number names a draft pass, "drafts" and "verify" the
-rest of an iteration."""
+"""(name of a piece of an iteration, its work) -> what the work returns. Draft passes are named by
+their number, the other pieces "gather_slots", "drafts" and "verify"."""
 
 
-def at_once(name: int | str, work: Callable[[], Any]) -> Any:
+def run_at_once(name: int | str, work: Callable[[], Any]) -> Any:
+    """A RunPiece that does nothing but the work."""
     return work()
 
 
 class Drafter(Protocol):
-    """What proposes tokens. Verification keeps the output exact whatever it says."""
+    """What proposes tokens. The target verifies them, so the output is exact whatever they are."""
 
     def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
-        """See prompt rows with the target's hiddens [B, T, H]."""
+        """Remember the rows of a prompt chunk; hidden [B, T, H]: the target's."""
         ...
 
-    def propose(self, batch: DecodeBatch, at: GatheredSlots, run: RunPiece) -> Tensor:
-        """at: where the batch's slots stand -> drafts [B, K] int64, the same on every rank."""
+    def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
+        """-> drafts [B, K] int64, the same on every rank. gathered: what the slots remember."""
         ...
 
     def catch_up(self, batch: DecodeBatch, width: int) -> None:
-        """See the rows of iterations without drafts, `width` a slot at most, before `batch`."""
+        """Remember the rows of iterations that drafted nothing, before `batch` runs.
+
+        width: the most of them that any slot has.
+        """
         ...
 
 
 class MtpDrafter:
-    """Drafts with the checkpoint's MTP layer."""
+    """Drafts with the checkpoint's MTP layer, which remembers rows as keys and values."""
 
     def __init__(self, draft: MtpDraft, head: LMHead | Fp8Head, slots: SlotTensors) -> None:
         self.draft, self.head, self.slots = draft, head, slots
@@ -68,59 +75,66 @@ class MtpDrafter:
         self.slots.backlog.clear(chunk.slots)
 
     def catch_up(self, batch: DecodeBatch, width: int) -> None:
-        state, slots = self.slots, batch.slots
-        owed = state.backlog
-        count, table = owed.count[slots], state.table_of(slots, batch.num_pages)
-        first = state.length[slots] - state.kept[slots] - count
-        rows = state.rows(slots, first, count, width, table)
-        self.draft.write_kv(owed.hidden[slots, :width], owed.fresh[slots, :width], rows)
-        owed.clear(slots)
+        slots, backlog = batch.slots, self.slots.backlog
+        counts, table = backlog.count[slots], self.slots.table_of(slots, batch.num_pages)
+        first = self.slots.length[slots] - self.slots.kept[slots] - counts
+        rows = self.slots.rows(slots, first, counts, width, table)
+        self.draft.write_kv(backlog.hidden[slots, :width], backlog.fresh[slots, :width], rows)
+        backlog.clear(slots)
 
-    def propose(self, batch: DecodeBatch, at: GatheredSlots, run: RunPiece) -> Tensor:
+    def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
         if batch.num_drafts == 0:
-            run(0, lambda: self.slots.backlog.push(batch.slots, at))
+            run(0, lambda: self.slots.backlog.push(batch.slots, gathered))
             return batch.slots.new_empty(len(batch.slots), 0)
-        m, draft = run(0, lambda: self._first_pass(batch, at))
+        hidden, draft = run(0, lambda: self._first_pass(batch, gathered))
         drafts = [draft]
         for i in range(1, batch.num_drafts):
-            m, draft = run(i, partial(self._next_pass, i, batch, at, m, drafts[-1]))
+            hidden, draft = run(i, partial(self._next_pass, i, batch, gathered, hidden, drafts[-1]))
             drafts.append(draft)
         return run("drafts", lambda: torch.stack(drafts, 1))
 
-    def _first_pass(self, batch: DecodeBatch, at: GatheredSlots) -> tuple[Tensor, Tensor]:
-        """The rows kept by the last pass -> hidden [B, 1, H] and draft [B]."""
-        host_lengths = batch.host_lengths_of(0)
+    def _first_pass(self, batch: DecodeBatch, gathered: GatheredSlots) -> tuple[Tensor, Tensor]:
+        """Pass 0 over the rows that the last verify pass kept -> hidden [B, 1, H], draft [B]."""
         rows = self.slots.rows(
-            batch.slots, at.start, at.kept, batch.max_kept, at.table, host_lengths=host_lengths
+            batch.slots,
+            gathered.start,
+            gathered.kept,
+            batch.max_kept,
+            gathered.table,
+            host_lengths=batch.host_lengths_of(0),
         )
-        m = self.draft(at.hidden, at.fresh, rows)
-        last = (at.kept - 1)[:, None, None].expand(-1, 1, m.shape[-1])
-        m = m.gather(1, last)
-        return m, self.head.greedy(m.squeeze(1))
+        hidden = self.draft(gathered.hidden, gathered.fresh, rows)
+        last = (gathered.kept - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        hidden = hidden.gather(1, last)
+        return hidden, self.head.greedy(hidden.squeeze(1))
 
     def _next_pass(
-        self, i: int, batch: DecodeBatch, at: GatheredSlots, m: Tensor, draft: Tensor
+        self, i: int, batch: DecodeBatch, gathered: GatheredSlots, hidden: Tensor, draft: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Pass i: hidden and draft of the pass before -> the next [B, 1, H] and [B]."""
-        slots, one = batch.slots, self.slots.ones[: len(batch.slots)]
-        host_lengths = batch.host_lengths_of(i)
+        """Pass i over one row a slot: hidden [B, 1, H] and draft [B] of pass i - 1 -> its own."""
         rows = self.slots.rows(
-            slots, at.length, one, 1, at.table, shift=i - 1, host_lengths=host_lengths
+            batch.slots,
+            gathered.length,
+            self.slots.ones[: len(batch.slots)],
+            1,
+            gathered.table,
+            shift=i - 1,
+            host_lengths=batch.host_lengths_of(i),
         )
-        m = self.draft(m, draft.unsqueeze(1), rows)
-        return m, self.head.greedy(m.squeeze(1))
+        hidden = self.draft(hidden, draft.unsqueeze(1), rows)
+        return hidden, self.head.greedy(hidden.squeeze(1))
 
 
 class Executor:
-    """Target, draft, caches and slot tensors of one rank."""
+    """The target, the draft, the caches and the slot tensors of one rank."""
 
     def __init__(
         self, model: ModelConfig, run: RunConfig, params: dict[str, Tensor], device: Device
     ) -> None:
         size, rank = device.tp.size, device.tp.rank
         self.device, self.run = device, run
-        self.check: Callable[[Tensor, Tensor], Tensor] | None = None
-        """(drafts, targets) -> drafts, before they are compared; an ablation's."""
+        self.check_drafts: Callable[[Tensor, Tensor], Tensor] | None = None
+        """An ablation's: (drafts, targets) -> the drafts that are compared with the targets."""
         self.slots = SlotTensors(model, run, device)
         self.states = GdnStates(model, run, device)
         self.memory = self.slots.memory(fold=self.states.fold)
@@ -135,16 +149,15 @@ class Executor:
         self.draft_pages: KvPages | None = None
         self.drafter: Drafter | None = None
         if run.draft_tokens:
-            own = device if run.draft_body == "sharded" else device.local()
-            self.draft_pages = KvPages(
-                1, heads.kv_heads_of(own.tp.size), heads.head_dim, run, device
-            )
-            self.drafter = self._mtp_drafter(model, params, self.draft_pages, own)
+            body_device = device if run.draft_body == "sharded" else device.local()
+            kv_heads = heads.kv_heads_of(body_device.tp.size)
+            self.draft_pages = KvPages(1, kv_heads, heads.head_dim, run, device)
+            self.drafter = self._mtp_drafter(model, params, self.draft_pages, body_device)
 
     def _mtp_drafter(
-        self, model: ModelConfig, params: dict[str, Tensor], pages: KvPages, own: Device
+        self, model: ModelConfig, params: dict[str, Tensor], pages: KvPages, body_device: Device
     ) -> MtpDrafter:
-        """The draft body over `own` ranks; its head always over the target's group."""
+        """The draft, its body over the group of body_device, its head over the target's group."""
         tensors = {n[len("mtp.") :]: t for n, t in params.items() if n.startswith("mtp.")}
         table, head = params["embed_tokens.weight"], self.head
         if model.mtp_dedicated_embeddings:
@@ -155,29 +168,31 @@ class Executor:
             )
             head = LMHead(weight, self.device)
         scorer = Fp8Head(head) if self.run.draft_head == "fp8" else head
-        return MtpDrafter(MtpDraft(model, tensors, table, pages, own), scorer, self.slots)
+        return MtpDrafter(MtpDraft(model, tensors, table, pages, body_device), scorer, self.slots)
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Bytes of weights, states and KV; storage that is shared counts once."""
-        other = storages([self.slots, self.states, self.pages, self.draft_pages])
+        """Bytes held as "weights", "states" and "kv"; storage that is shared counts once."""
+        memory = storages([self.slots, self.states, self.pages, self.draft_pages])
         pages = [self.pages, *([self.draft_pages] if self.draft_pages else [])]
-        slots = [self.states, self.slots.backlog]
+        by_slot = [self.states, self.slots.backlog]
         return {
-            "weights": sum(n for where, n in storages(self).items() if where not in other),
-            "states": sum(t.nbytes for held in slots for t in held.tensors()),
-            "kv": sum(t.nbytes for held in pages for t in held.tensors()),
+            "weights": sum(n for address, n in storages(self).items() if address not in memory),
+            "states": sum(t.nbytes for part in by_slot for t in part.tensors()),
+            "kv": sum(t.nbytes for part in pages for t in part.tensors()),
         }
 
     def prefill(self, chunk: PromptChunk) -> tuple[Tensor, Tensor] | None:
-        """Run prompt tokens; of the prompts that end here, if any, -> the greedy first token [E]
-        and the hidden that made it [E, H]."""
-        state = self.slots
-        rows = state.rows(
+        """Run a chunk's prompt tokens through the target and the draft.
+
+        -> of the prompts that end in it the greedy first tokens [E] int64, and the hiddens [E, H]
+        that made them; None when no prompt ends.
+        """
+        rows = self.slots.rows(
             chunk.slots,
             chunk.first,
             chunk.counts,
             chunk.tokens.shape[1],
-            state.table_of(chunk.slots, chunk.num_pages),
+            self.slots.table_of(chunk.slots, chunk.num_pages),
             prefill=True,
             host_lengths=chunk.host_lengths,
         )
@@ -185,121 +200,130 @@ class Executor:
         if self.drafter:
             self.drafter.prefill(chunk, hidden)
         self.states.fold.index_fill_(0, chunk.slots, 0)
-        state.length[chunk.slots] = chunk.first + chunk.counts
+        self.slots.length[chunk.slots] = chunk.first + chunk.counts
         if chunk.ends is None:
             return None
-        slots, at = chunk.slots[chunk.ends], chunk.counts[chunk.ends] - 1
-        last = hidden[chunk.ends, at]  # [E, H]
-        tokens = self.head.greedy(last)
-        state.last[slots] = tokens
-        state.kept.index_fill_(0, slots, 1)
-        state.fresh[slots, 0], state.hidden[slots, 0] = tokens, last
-        return tokens, last
+        slots, last_rows = chunk.slots[chunk.ends], chunk.counts[chunk.ends] - 1
+        last_hidden = hidden[chunk.ends, last_rows]  # [E, H]
+        tokens = self.head.greedy(last_hidden)
+        self.slots.last[slots] = tokens
+        self.slots.kept.index_fill_(0, slots, 1)
+        self.slots.fresh[slots, 0], self.slots.hidden[slots, 0] = tokens, last_hidden
+        return tokens, last_hidden
 
-    def pick_firsts(self, chunk: PromptChunk, tokens: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-        """What prefill returned -> tokens [E], picked anew for the slots that need whole logits.
+    def pick_firsts(
+        self, chunk: PromptChunk, tokens: Tensor, last_hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The first tokens [E] of prompts, picked from whole logits for the slots that need it.
 
-        Where log probabilities are asked for, ids and values [E, 1, 1 + n] follow (`log_probs`).
+        tokens, last_hidden: what prefill returned. Where log probabilities are asked for, their ids
+        and values [E, 1, 1 + n] follow (edits.log_probs); they are zero for the other slots.
         """
         if chunk.with_logits is None or chunk.ends is None:
             return (tokens,)
-        state, slots = self.slots, chunk.slots[chunk.ends][chunk.with_logits]
+        indices = chunk.with_logits
+        slots = chunk.slots[chunk.ends][indices]
         picked, *log_probs = self._pick_rows(
-            last[chunk.with_logits], slots, state.length[slots], chunk
+            last_hidden[indices], slots, self.slots.length[slots], chunk
         )
-        state.last[slots] = picked
-        state.fresh[slots, 0] = picked
+        self.slots.last[slots] = picked
+        self.slots.fresh[slots, 0] = picked
         return (
-            tokens.index_copy(0, chunk.with_logits, picked),
-            *(_spread(part.unsqueeze(1), chunk.with_logits, len(tokens)) for part in log_probs),
+            tokens.index_copy(0, indices, picked),
+            *(_scatter(part.unsqueeze(1), indices, len(tokens)) for part in log_probs),
         )
 
-    def iterate(self, batch: DecodeBatch, run: RunPiece = at_once) -> tuple[Tensor, ...]:
-        """-> targets [B, K+1] int64 and kept [B]: slot b gains targets[b, :kept[b]].
+    def iterate(self, batch: DecodeBatch, run: RunPiece = run_at_once) -> tuple[Tensor, ...]:
+        """Draft, verify, accept and commit.
 
-        Where log probabilities are asked for, ids and values [B, K+1, 1 + n] follow (`log_probs`).
+        -> targets [B, K+1] int64 and kept [B] int64: the b-th slot gains targets[b, :kept[b]].
+        Where log probabilities are asked for, their ids and values [B, K+1, 1 + n] follow
+        (edits.log_probs); they are zero for slots that need no logits. run: runs each piece.
         """
-        at = run("gather_slots", lambda: self._gather_slots(batch))
+        gathered = run("gather_slots", lambda: self._gather_slots(batch))
         if self.drafter:
-            drafts = self.drafter.propose(batch, at, run)
+            drafts = self.drafter.propose(batch, gathered, run)
         else:
             drafts = batch.slots.new_empty(len(batch.slots), 0)
-        return run("verify", lambda: self._verify(batch, at, drafts))
+        return run("verify", lambda: self._verify(batch, gathered, drafts))
 
     def _gather_slots(self, batch: DecodeBatch) -> GatheredSlots:
         table = self.slots.block_table[:, : batch.num_pages]
         return self.device.ops.gather_slots(batch.slots, self.memory, table, batch.max_kept)
 
-    def _verify(self, batch: DecodeBatch, at: GatheredSlots, drafts: Tensor) -> tuple[Tensor, ...]:
-        slots, ops, k = batch.slots, self.device.ops, batch.num_drafts
+    def _verify(
+        self, batch: DecodeBatch, gathered: GatheredSlots, drafts: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The target over [last token, drafts], then accept and commit; -> as iterate."""
         rows = self.slots.rows(
-            slots,
-            at.length,
+            batch.slots,
+            gathered.length,
             batch.limits,
-            k + 1,
-            at.table,
+            batch.num_drafts + 1,
+            gathered.table,
             more=1,
-            fold=at.fold,
+            fold=gathered.fold,
             max_fold=batch.max_fold,
             host_lengths=batch.host_lengths_of(-1),
         )
-        tokens = torch.cat((at.last.unsqueeze(1), drafts), 1)
+        tokens = torch.cat((gathered.last.unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
-        targets, *log_probs = self._pick(hidden, batch, at.length, tokens)
-        if self.check is not None:
-            drafts = self.check(drafts, targets)
-        kept = ops.accept_commit(slots, drafts, targets, batch.limits, hidden, self.memory)
+        targets, *log_probs = self._pick(hidden, batch, gathered.length, tokens)
+        if self.check_drafts is not None:
+            drafts = self.check_drafts(drafts, targets)
+        kept = self.device.ops.accept_commit(
+            batch.slots, drafts, targets, batch.limits, hidden, self.memory
+        )
         return (targets, kept, *log_probs)
 
     def _pick(
         self, hidden: Tensor, batch: DecodeBatch, length: Tensor, tokens: Tensor
     ) -> tuple[Tensor, ...]:
-        """The target's token of every row [B, R]: its argmax, or its draw where a slot samples.
+        """The target's own token of every row [B, R]; then log probabilities as in iterate.
 
-        tokens [B, R]: the rows' own. Then log probabilities, where asked for, as in `iterate`.
+        It is the head's best pair, or for slots that need logits the pick from them. hidden
+        [B, R, H]; length [B]: position of each slot's first row; tokens [B, R]: those in the rows.
         """
         num_slots, num_rows = hidden.shape[:2]
-        places, targets = batch.with_logits, length.new_empty(num_slots, num_rows)
+        indices, targets = batch.with_logits, length.new_empty(num_slots, num_rows)
         if batch.any_greedy:
             targets = self.head.greedy(hidden.flatten(0, 1)).view(num_slots, num_rows)
-        if places is None:
+        if indices is None:
             return (targets,)
-        slots, first = batch.slots[places], length[places]
+        slots, first = batch.slots[indices], length[indices]
         if batch.features.edited:
-            self.slots.edits.note(slots, first, tokens[places])
+            self.slots.edits.write_text(slots, first, tokens[indices])
         ahead = torch.arange(1, num_rows + 1, device=length.device)
         picked, *log_probs = self._pick_rows(
-            hidden[places].flatten(0, 1),
+            hidden[indices].flatten(0, 1),
             slots.repeat_interleave(num_rows),
             (first.unsqueeze(1) + ahead).flatten(),
             batch,
         )
-        uses = self.slots.needs_logits[slots].unsqueeze(1)
-        picked = torch.where(uses, picked.view(-1, num_rows), targets[places])
-        shaped = [part.view(len(places), num_rows, -1) for part in log_probs]
+        needs_logits = self.slots.needs_logits[slots].unsqueeze(1)
+        picked = torch.where(needs_logits, picked.view(-1, num_rows), targets[indices])
+        by_slot = [part.view(len(indices), num_rows, -1) for part in log_probs]
         return (
-            targets.index_copy(0, places, picked),
-            *(_spread(part, places, num_slots) for part in shaped),
+            targets.index_copy(0, indices, picked),
+            *(_scatter(part, indices, num_slots) for part in by_slot),
         )
 
     def _pick_rows(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, of: DecodeBatch | PromptChunk
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, inputs: DecodeBatch | PromptChunk
     ) -> tuple[Tensor, ...]:
-        """hidden [N, H] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N].
+        """SlotTensors.pick of rows' hiddens [N, H], PICK_ROWS at a time.
 
-        Then log probabilities [N, 1 + n], where asked for. Few rows at a time: a batch of logits
-        may be larger than what is free beside the model.
+        slots, positions [N]: each row's slot, and where the token that it makes will stand.
         """
-        num_positions = of.num_pages * self.run.page_tokens
-        parts = [
-            self.slots.pick(self.head.logits(part), owners, places, of.features, num_positions)
-            for part, owners, places in zip(
-                hidden.split(PICK_ROWS), slots.split(PICK_ROWS), positions.split(PICK_ROWS)
-            )
+        num_positions = inputs.num_pages * self.run.page_tokens
+        size, features = PICK_ROWS, inputs.features
+        picks = [
+            self.slots.pick(self.head.logits(h), s, p, features, num_positions)
+            for h, s, p in zip(hidden.split(size), slots.split(size), positions.split(size))
         ]
-        return tuple(torch.cat(part) for part in zip(*parts))
+        return tuple(torch.cat(parts) for parts in zip(*picks))
 
 
-def _spread(part: Tensor, places: Tensor, size: int) -> Tensor:
-    """Rows [n, ...] at `places` [n] of a tensor [size, ...]; the others are zero."""
-    return part.new_zeros(size, *part.shape[1:]).index_copy(0, places, part)
+def _scatter(values: Tensor, indices: Tensor, size: int) -> Tensor:
+    """values [n, ...] at `indices` [n] of a tensor [size, ...] that is zero elsewhere."""
+    return values.new_zeros(size, *values.shape[1:]).index_copy(0, indices, values)

@@ -1,11 +1,10 @@
-"""Which prompt tokens a step runs: those of the oldest requests first, under a budget of rows.
+"""Which prompt tokens a step runs: those of the oldest requests first, within a budget of rows.
 
-    requests in the order they came -> PrefillPolicy.next_chunks -> [PaddedSpans]
+    requests, the oldest first -> PrefillPolicy.next_chunks -> [PaddedSpans]
 
-The budget bounds all rows of a step, padding included. Where any shape will do, one chunk holds
-spans of several requests, padded to the longest. Where prompts are captured as graphs, or attention
-wants its lengths on the host, each chunk holds one span, padded to a captured width.
-It remembers nothing: the caller advances the requests.
+The budget bounds all rows of a step, padding included. A device that runs any shape gets one chunk
+with spans of several requests. A device that captures prompts as graphs, or that needs lengths on
+the host, gets chunks of one span each. It remembers nothing: the caller advances the requests.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outrider.model.running import RunningRequest
 from outrider.parallel.device import Capabilities
 
 MIN_CAPTURED_ROWS, MAX_CAPTURED_ROWS = 64, 2048
-"""The narrowest and the widest prompt chunk that is captured; a longer one is several replays."""
+"""The narrowest and the widest prompt chunk that is captured. A longer prompt takes several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class PromptSpan:
 
 @dataclass(frozen=True, slots=True)
 class PaddedSpans:
-    """Spans that run in one forward pass, each padded to `width` rows."""
+    """Spans of prompts that run in one forward pass, each padded to `width` rows."""
 
     spans: list[PromptSpan]
     width: int
@@ -52,9 +51,10 @@ class PaddedSpans:
 
 
 class PrefillPolicy:
-    """budget: rows of a step. widths: those that a chunk may have, rising; empty: any.
+    """Chooses the spans of each step.
 
-    together: a chunk may hold spans of several requests.
+    budget: the most rows of a step. widths: the widths that a chunk may have, rising; without any,
+    all are allowed. together: whether a chunk may hold spans of several requests.
     """
 
     def __init__(self, budget: int, widths: Sequence[int] = (), *, together: bool = False) -> None:
@@ -62,7 +62,7 @@ class PrefillPolicy:
 
     @staticmethod
     def of(run: RunConfig, can: Capabilities) -> PrefillPolicy:
-        """The policy for the ranks' kind of device."""
+        """The policy for a device with these capabilities."""
         widest = min(run.prefill_chunk, MAX_CAPTURED_ROWS)
         widths = powers_of_two(min(MIN_CAPTURED_ROWS, widest), widest)
         return PrefillPolicy(
@@ -72,10 +72,11 @@ class PrefillPolicy:
         )
 
     def next_chunks(self, requests: Iterable[RunningRequest]) -> list[PaddedSpans]:
-        """The chunks of one step; `requests` have prompt tokens left, the oldest comes first."""
+        """The chunks of one step. The requests all have prompt tokens left, the oldest is first."""
         return self._padded_together(requests) if self.together else self._one_by_one(requests)
 
     def _padded_together(self, requests: Iterable[RunningRequest]) -> list[PaddedSpans]:
+        """Stops at the first request that does not fit; later ones wait behind it."""
         spans: list[PromptSpan] = []
         width = 0
         for request in requests:
@@ -87,6 +88,7 @@ class PrefillPolicy:
         return [PaddedSpans(spans, width)] if spans else []
 
     def _one_by_one(self, requests: Iterable[RunningRequest]) -> list[PaddedSpans]:
+        """Gives each prompt as many chunks as the rows that are left allow, then the next one."""
         chunks: list[PaddedSpans] = []
         rows_left = self.budget
         for request in requests:
@@ -100,7 +102,8 @@ class PrefillPolicy:
         return chunks
 
     def _fit(self, num_tokens: int, rows_left: int) -> tuple[int, int]:
-        """How many of the tokens a chunk takes, and its width; 0 and 0 when no width fits."""
+        """-> tokens that a chunk takes and its width, the smallest that holds them; both are 0 when
+        no width fits."""
         if not self.widths:
             count = min(num_tokens, rows_left)
             return count, count

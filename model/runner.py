@@ -1,11 +1,11 @@
-"""One rank's engine: what to launch next, and what became of the step before.
+"""One rank's engine: launches the next step, and reads the results of the step before.
 
     apply(Join, Leave) -> step(): prompt chunks, then an iteration, then results -> [Progress]
 
 Every rank applies the same commands and reads the same tokens, so each finds the ends of requests
-(EOS, stop id, length) for itself and all agree. SlotTable knows the requests, PrefillPolicy and
-BatchPacker say what is launched, the Executor does it. The only place that reads tensors back.
-Letters: K drafted tokens | B requests of a batch | E prompts that end in a chunk
+(EOS, stop id, length) for itself, and all agree. SlotTable knows the requests, PrefillPolicy and
+BatchPacker say what is launched, Executor does it. No other file reads a tensor back.
+Letters: B requests of a batch | n likeliest tokens
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from outrider.parallel.graph import Graphs
 class Runner:
     """Loads a rank's share of the model and runs steps.
 
-    on_load(bytes read, bytes in all) is called while weights load. Raises ConfigError when the
-    checkpoint cannot be run so.
+    on_load(bytes read, bytes in all) is called while weights load. ConfigError when the checkpoint
+    cannot be run as `run` says on this device.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class Runner:
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
             self.executor = Executor(self.model, run, params, device)
-            ablation.undo(self.executor)
+            ablation.install_old_parts(self.executor)
         self.slots = SlotTable()
         self.depth = run.draft_tokens
         self.num_drafts = 0
-        """Drafts of the iteration whose results the last step returned."""
+        """The most drafts that a request could take in the iteration that was read last."""
         self._in_flight: deque[InFlightStep] = deque()
         self.use_device(device)
 
     def use_device(self, device: Device) -> None:
-        """Launch on `device` from now on, as it can: captured or not, ahead of results or not."""
+        """Launch on `device` from now on, as its capabilities allow. Nothing may be in flight."""
         self.device, self.run_ahead = device, device.capabilities.run_ahead
         self.graphs = Graphs(device)
         self.prefill_policy = PrefillPolicy.of(self.run, device.capabilities)
         self.packer = BatchPacker(self.run, device, self.executor.slots.max_pages)
 
     def use_drafter(self, drafter: Drafter) -> None:
-        """Draft with something else than the checkpoint's MTP layer (tests force drafts)."""
+        """Draft with something else than the checkpoint's MTP layer: tests force drafts."""
         self.executor.drafter = drafter
 
     def limit_drafts(self, depth: int) -> None:
@@ -81,7 +81,7 @@ class Runner:
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits for tokens or a result waits to be read."""
+        """Whether a request waits for tokens, or a result waits to be read."""
         return bool(self.slots or self._in_flight)
 
     @property
@@ -91,11 +91,11 @@ class Runner:
         return self.run.draft_tokens if limit is None else limit
 
     def digest(self) -> int:
-        """SlotTable.digest: ranks that hold different requests differ in it."""
+        """SlotTable.digest, in which ranks differ that hold different requests."""
         return self.slots.digest()
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds as weights, states and KV; storage that is shared counts once."""
+        """Executor.allocated_bytes: what this rank holds as "weights", "states" and "kv"."""
         return self.executor.allocated_bytes()
 
     @torch.inference_mode()
@@ -111,17 +111,17 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
-        """Launch the next step, then read the one before it.
+        """Launch the next step, then read the results of the step before.
 
-        A device that does not run ahead has the step that was just launched read at once. One that
-        does learns of an end one iteration late: what it made beyond the end is dropped.
+        Where the device does not run ahead, the step that was just launched is read at once. Where
+        it does, an end is found one iteration late, and the tokens beyond it are dropped.
         """
         if self.slots:
             self._in_flight.append(self._launch())
         progress: list[Progress] = []
         if len(self._in_flight) > self.run_ahead or not self.slots:
             progress += self._read(self._in_flight.popleft())
-        if self._in_flight:  # a first token is there an iteration before the rest of its step
+        if self._in_flight:  # first tokens are there before the iteration of their step
             progress += self._read_firsts(self._in_flight[-1])
         return progress
 
@@ -140,20 +140,19 @@ class Runner:
             results = results[:2]
         for request in requests:
             request.launch_rows(batch.num_drafts + 1)
-        fetched = self.device.fetch(results)
-        return InFlightStep(
-            firsts, InFlight(fetched, requests, limits, min(batch.num_drafts, self.depth))
-        )
+        depth = min(batch.num_drafts, self.depth)
+        return InFlightStep(firsts, InFlight(self.device.fetch(results), requests, limits, depth))
 
     def _launch_prompt(self, group: PaddedSpans) -> InFlight | None:
-        """Enqueue a chunk; -> the first tokens of the prompts that end in it, if any does.
+        """Enqueue a chunk; -> the first tokens of the prompts that end in it, None without any.
 
-        A first token that needs whole logits is picked after the replay, which picks the likeliest.
+        A captured chunk picks the likeliest token. Where that is not what a request asks for, its
+        token is picked anew after the replay.
         """
         chunk = self.packer.prompt(group)
         if self.device.capabilities.prompt_graphs:
-            standing = self.packer.standing_prompt(chunk)
-            work = partial(self.executor.prefill, standing)
+            captured = self.packer.captured_prompt(chunk)
+            work = partial(self.executor.prefill, captured)
             first = self.graphs.run(("prefill", group.width), work, needed=False)
         else:
             first = self.executor.prefill(chunk)
@@ -166,10 +165,10 @@ class Runner:
         return InFlight(self.device.fetch(self.executor.pick_firsts(chunk, *first)), ending)
 
     def _catch_up(self, requests: list[RunningRequest], batch: DecodeBatch) -> None:
-        """Before `batch`, show the draft the rows that it has not seen (model/backlog.py).
+        """Before `batch`, have the draft see the rows that wait in its backlog.
 
-        It needs them when it drafts, and when there is no room for another iteration's. Nothing
-        else changes `draft_lag`.
+        It must when it drafts, and when the backlog has no room for the rows of another iteration.
+        Where the batch drafts nothing, the rows that its requests kept last join the backlog.
         """
         drafter = self.executor.drafter
         if drafter is None:
@@ -184,10 +183,10 @@ class Runner:
                 request.draft_lag += max(1, request.last_rows)
 
     def run_iteration(self, batch: DecodeBatch) -> tuple[Tensor, ...]:
-        """Enqueue an iteration, as a replay where its shape was captured; -> Executor.iterate's."""
+        """Enqueue an iteration, as a replay where it is captured; -> as Executor.iterate."""
         greedy = batch.with_logits is None
         if self.run.ablation.sync_each_draft:
-            pieces = ablation.synced(self.graphs, self.device, batch)
+            pieces = ablation.run_in_pieces(self.graphs, self.device, batch)
             return self.executor.iterate(batch, pieces)
         if greedy or self.device.capabilities.sampled_graphs:
             work = partial(self.executor.iterate, batch)
@@ -203,11 +202,11 @@ class Runner:
         self.num_drafts = iteration.num_drafts
         targets, kept, *log_probs = iteration.results.wait()
         rows = zip(iteration.requests, iteration.limits, targets.tolist(), kept.tolist())
-        for place, (request, limit, tokens, count) in enumerate(rows):
-            progress += self.slots.take(
+        for index, (request, limit, tokens, count) in enumerate(rows):
+            progress += self.slots.add_tokens(
                 request,
                 tokens[:count],
-                _log_probs(request, place, log_probs),
+                _log_probs(request, index, log_probs),
                 drafted=limit,
                 accepted=count - 1,
             )
@@ -218,22 +217,23 @@ class Runner:
         progress = []
         for first in step.firsts:
             tokens, *log_probs = first.results.wait()
-            for place, (request, token) in enumerate(zip(first.requests, tokens.tolist())):
-                own = _log_probs(request, place, log_probs)
-                progress += self.slots.take(request, [token], own, verified=False)
+            for index, (request, token) in enumerate(zip(first.requests, tokens.tolist())):
+                logprobs = _log_probs(request, index, log_probs)
+                progress += self.slots.add_tokens(request, [token], logprobs, verified=False)
         step.firsts.clear()
         return progress
 
 
 def _log_probs(
-    request: RunningRequest, place: int, log_probs: Sequence[Tensor]
+    request: RunningRequest, index: int, log_probs: Sequence[Tensor]
 ) -> list[list[tuple[int, float]]]:
-    """Of each row of request `place`: (id, log probability) of its token, then of the likeliest.
+    """Progress.logprobs of one request; empty when it asks for none.
 
-    log_probs: nothing, or ids and values [B, rows, 1 + n]; n may be more than the request asks for.
+    index: of the request in its batch. log_probs: ids and values [B, rows, 1 + n], where n
+    may be more than the request asks for; nothing when no request asks.
     """
     top = request.sampling.logprobs
     if top is None:
         return []
-    ids, values = (part[place, :, : top + 1].tolist() for part in log_probs)
+    ids, values = (part[index, :, : top + 1].tolist() for part in log_probs)
     return [list(zip(*row)) for row in zip(ids, values)]

@@ -1,10 +1,10 @@
-"""What the host knows of the requests on a rank, and of device work that nobody has read yet.
+"""What the host knows of the requests on a rank, and of results that it has not read yet.
 
-    Join -> SlotTable.add -> RunningRequest -> its tokens -> SlotTable.take -> Progress
-    a launched step -> InFlightStep -> read
+    Join -> SlotTable.add -> RunningRequest -> its tokens -> SlotTable.add_tokens -> Progress
+    a launched step -> InFlightStep -> its results
 
-A request's counters are changed by its own methods and by SlotTable alone. The device may be ahead
-of what stands here by the results that are in flight.
+The device may be ahead of the host by the results that are in flight. A request is changed by its
+own methods and by SlotTable, except for draft_lag, which Runner._catch_up keeps.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from outrider.parallel.device import Fetched
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request in a slot, as far as the host has read."""
+    """A request in a slot, as far as the host has read its results."""
 
     join: Join
     draft_tokens: int
     """The most drafts that an iteration may make for it."""
     prefilled: int = 0
-    """Prompt tokens that have been launched."""
+    """Number of prompt tokens that have been launched."""
     emitted: int = 0
-    """Tokens of the answer that have been read."""
+    """Number of tokens of the answer that have been read."""
     last: int = -1
-    """The last of them."""
+    """The last token that has been read."""
     in_flight: int = 0
-    """Results that are not read yet; each brings one token at least."""
+    """Number of results that have not been read. Each brings one token at least."""
     last_rows: int = 0
-    """Rows of its last verify pass; 0 right after prefill."""
+    """Rows of the last verify pass that was launched; 0 right after prefill."""
     kept: int = 1
-    """Those of them that were kept, as far as the host has read; 1 right after prefill."""
+    """Rows that the last verify pass kept of which the result was read; 1 right after prefill."""
     draft_lag: int = 0
-    """The most rows that the draft has not seen (model/backlog.py), without the last pass's."""
+    """The most rows that may wait for the draft in its backlog (model/backlog.py)."""
 
     @property
     def slot(self) -> int:
@@ -51,42 +51,43 @@ class RunningRequest:
 
     @property
     def prompt_left(self) -> int:
-        """Prompt tokens that have not been launched."""
+        """Number of prompt tokens that have not been launched."""
         return len(self.join.tokens) - self.prefilled
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer together."""
+        """Number of tokens of the prompt, and of the answer as far as it was read."""
         return len(self.join.tokens) + self.emitted
 
     @property
     def position(self) -> int:
-        """Rows that its caches hold, if all that is in flight are first tokens."""
+        """Rows that its caches hold, if nothing but a first token is in flight."""
         return self.num_tokens + self.in_flight - 1
 
     @property
     def remaining(self) -> int:
+        """Tokens of the answer that have not been read, at most."""
         return self.join.sampling.max_tokens - self.emitted
 
     @property
     def tokens_needed(self) -> int:
-        """Tokens that the results in flight do not bring for certain."""
+        """Tokens of the answer that the results in flight may not bring, at most."""
         return self.remaining - self.in_flight
 
     def launch_prompt(self, count: int) -> None:
-        """`count` prompt tokens were launched; the end of the prompt yields a token."""
+        """`count` prompt tokens have been launched. The end of the prompt brings a token."""
         self.prefilled += count
         if self.prefilled == len(self.prompt):
             self.in_flight += 1
 
     def launch_rows(self, count: int) -> None:
-        """A verify pass of `count` rows was launched; it yields a token at least."""
+        """A verify pass of `count` rows has been launched. It brings a token at least."""
         self.last_rows = count
         self.in_flight += 1
 
 
 class SlotTable:
-    """Who sits in which slot; every rank's is the same."""
+    """Which request is in which slot. Every rank has the same table."""
 
     def __init__(self) -> None:
         self._requests: dict[int, RunningRequest] = {}
@@ -98,9 +99,10 @@ class SlotTable:
         return self._requests.get(slot)
 
     def add(self, join: Join, max_draft_tokens: int) -> None:
-        """Fill a slot, which must be free; a request makes `max_draft_tokens` drafts at most.
+        """Put a request into a slot, which must be free. max_draft_tokens: the engine's K.
 
-        An iteration yields one token more than it keeps drafts, and the prompt yields the first.
+        No more drafts are made for it than its answer can hold: the prompt brings the first token,
+        and an iteration brings one token more than the drafts that it keeps.
         """
         assert join.slot not in self._requests, f"slot {join.slot} is taken"
         own, useful = join.sampling.draft_tokens, max(0, join.sampling.max_tokens - 2)
@@ -108,24 +110,24 @@ class SlotTable:
         self._requests[join.slot] = RunningRequest(join, limit)
 
     def remove(self, leave: Leave) -> None:
-        """Empty a slot; does nothing when the request is gone already."""
+        """Take a request out of its slot; does nothing when it is gone already."""
         if self._holds(leave.slot, leave.request):
             del self._requests[leave.slot]
 
     def prefilling(self) -> list[RunningRequest]:
-        """Those with prompt tokens left, the oldest first."""
+        """The requests with prompt tokens left, the oldest first."""
         waiting = [r for r in self._requests.values() if r.prompt_left]
         return sorted(waiting, key=lambda r: r.join.request)
 
     def decoding(self) -> list[RunningRequest]:
-        """Those that need tokens from another iteration, by slot."""
+        """The requests that another iteration must bring tokens, in the order of their slots."""
         return [
             r
             for _, r in sorted(self._requests.items())
             if not r.prompt_left and r.tokens_needed > 0
         ]
 
-    def take(
+    def add_tokens(
         self,
         request: RunningRequest,
         tokens: list[int],
@@ -135,9 +137,10 @@ class SlotTable:
         accepted: int = 0,
         verified: bool = True,
     ) -> list[Progress]:
-        """Add the tokens of a result up to the request's end, which frees its slot.
+        """Add a result's tokens to its request, up to the request's end, which frees the slot.
 
-        The result of a request that has left meanwhile is dropped.
+        logprobs: Progress.logprobs of the tokens. -> one Progress; none when the request has left
+        since the result was launched.
         """
         join = request.join
         if not self._holds(join.slot, join.request):
@@ -171,7 +174,7 @@ class SlotTable:
         return max((r.draft_tokens for r in self._requests.values()), default=None)
 
     def digest(self) -> int:
-        """63 bits that say who sits where and how far along; equal on all ranks."""
+        """63 bits that depend on all requests, their slots, and how far the host has read them."""
         table = [
             (slot, r.join.request, r.prefilled, r.emitted, r.last)
             for slot, r in sorted(self._requests.items())
@@ -179,29 +182,29 @@ class SlotTable:
         return hash(tuple(table)) & (2**63 - 1)
 
     def _holds(self, slot: int, request: int) -> bool:
-        held = self._requests.get(slot)
-        return held is not None and held.join.request == request
+        present = self._requests.get(slot)
+        return present is not None and present.join.request == request
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Results on their way to the host."""
+    """Results of a prompt chunk or of an iteration, on their way to the host."""
 
     results: Fetched
-    """First tokens [E], or what Executor.iterate returned."""
+    """What Executor.pick_firsts or Executor.iterate returned."""
     requests: list[RunningRequest]
-    """Whose they are, in order."""
+    """The requests that the results belong to, in the results' order."""
     limits: list[int] = field(default_factory=list)
     """Of an iteration: the drafts that each request took."""
     num_drafts: int = 0
-    """Of an iteration: the drafts that it made for each of them and that they could take."""
+    """Of an iteration: the most drafts that a request could take in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step whose results nobody has read yet."""
+    """A launched step of which not all results have been read."""
 
     firsts: list[InFlight]
-    """By prompt chunk: first tokens of the prompts that ended in it."""
+    """The first tokens of prompts that ended, by prompt chunk."""
     iteration: InFlight | None = None
-    """None when no request decoded."""
+    """The iteration of the step; None when no request decoded."""

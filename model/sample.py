@@ -1,9 +1,10 @@
-"""Sampling: one token a row from its own distribution, with a random number from (seed, position).
+"""Sampling: a token for each row, drawn from the row's own distribution.
 
-    logits [N, V] -> temperature -> top_k -> top_p -> min_p -> draw(u) -> ids [N]
+    (seed, position) -> uniform -> u      logits, filters, u -> draw -> ids
 
-Rows do not influence each other and nothing is remembered, so a token is the same whatever the
-batch, K or the number of ranks. Letters: N rows | V vocabulary
+The random number is a function of the request's seed and the token's position, rows do not
+influence each other, and nothing is remembered. So a token does not depend on the batch, on K or on
+the number of ranks. Letters: N rows | V vocabulary
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """seeds, positions [N] int64 -> one number each in (0, 1), float32 [N], of 23 random bits.
+    """seeds, positions [N] int64 -> a random number each, in (0, 1), float32 [N].
 
-    With one bit more, the largest number plus one half would need 25 bits and round to 1.0.
+    Of 24 random bits the largest plus one half would need 25 bits, and round to 1.0. So there are
+    23.
     """
     x = _mix(seeds)
     x = _mix(x ^ _mix((seeds >> 32) + 0x9E3779B9))
@@ -41,10 +43,13 @@ def draw(
     min_p: Tensor,
     u: Tensor,
 ) -> Tensor:
-    """One id a row by inverse CDF over the ids sorted by probability.
+    """Draw an id for each row; -> [N] int64.
 
-    logits [N, V] float32; temperature (above 0), top_p, min_p, u [N] float32; top_k [N] int64 with
-    0 for all. min_p is relative to the likeliest id. -> [N] int64. Ties sort by id.
+    logits [N, V] float32; temperature, top_p, min_p and the random number u [N] float32, of which
+    temperature is above 0; top_k [N] int64, 0 for no limit. The ids are sorted by probability, the
+    smaller id first among equals, and filtered: top_k, then top_p, and min_p times the largest
+    probability as the least. The first id where the running sum of probabilities is above u is
+    drawn.
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     ordered = (ordered - ordered[:, :1]) / temperature.unsqueeze(1)

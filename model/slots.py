@@ -1,10 +1,11 @@
-"""The slots' numbers on the device: where each request stands and how it samples.
+"""What the device knows of each slot: where its request stands, and how it picks tokens.
 
-    length P: rows the caches hold     last: token P, not yet a row     kept: rows of the last pass
-    hidden, fresh [X]: the kept rows' hiddens h_t and the tokens x_{t+1} that followed them
+    Join -> SlotTensors.reset     positions -> rows -> Rows of a pass     logits -> pick -> tokens
 
-On the device, so that an iteration can be enqueued before the last one was read. The last index is
-the padding slot. Letters: S slots + 1 | X = K+1 rows a pass leaves | N pages a slot may use
+It is on the device so that an iteration can be enqueued before the results of the last one are read
+(parallel/operands.py: SlotMemory says what each tensor means). The last slot is padding: it fills a
+batch up, and its length stays 0.
+Letters: S slots + 1 | B slots of a batch | X = K+1 rows a pass leaves at most | V vocabulary
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from outrider.parallel.operands import Rows, SlotMemory
 
 
 class SlotTensors:
-    """Tensors by slot, and the `Rows` of a pass made from them."""
+    """Tensors by slot [S, ...]; the caches' block table, seeds and filters among them."""
 
     def __init__(self, model: ModelConfig, run: RunConfig, device: Device) -> None:
         self.run, self.device = run, device
         slots, rows = run.max_slots + 1, run.draft_tokens + 1
         where = device.torch_device
-        positions = run.max_model_len + overshoot_rows(run.draft_tokens)
-        self.max_pages = pages_for(positions, run.page_tokens)
-        self.rotary = RotaryTable(model.attention, positions, device)
+        num_positions = run.max_model_len + overshoot_rows(run.draft_tokens)
+        self.max_pages = pages_for(num_positions, run.page_tokens)
+        self.rotary = RotaryTable(model.attention, num_positions, device)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=where)
@@ -47,14 +48,14 @@ class SlotTensors:
         self.needs_logits = torch.zeros(slots, dtype=torch.bool, device=where)
         self.seed, self.top_k = integers(slots), integers(slots)
         self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
-        self.edits = LogitEdits(slots, positions, device, num_eos=len(model.eos_ids))
+        self.edits = LogitEdits(slots, num_positions, device, num_eos=len(model.eos_ids))
         self.backlog = Backlog(slots if run.draft_tokens else 0, self.hidden)
 
     def tensors(self) -> list[Tensor]:
         return [self.length, self.last, self.kept, self.block_table, self.fresh, self.hidden]
 
     def memory(self, fold: Tensor) -> SlotMemory:
-        """What an iteration's end writes; fold: of the GDN states."""
+        """What an iteration reads at its start and writes at its end; fold: GdnStates.fold."""
         return SlotMemory(
             length=self.length,
             last=self.last,
@@ -65,22 +66,22 @@ class SlotTensors:
         )
 
     def reset(self, join: Join) -> None:
-        """Hand a slot to a new request."""
-        slot, how = join.slot, join.sampling
+        """Set a slot up for a new request; nothing of the last one remains."""
+        slot, sampling = join.slot, join.sampling
         self.length[slot], self.kept[slot] = 0, 1
         pages = torch.tensor(join.pages, dtype=torch.int64)
         self.block_table[slot].fill_(NULL_PAGE)
         self.block_table[slot, : len(join.pages)] = self.device.send(pages)
-        self.seed[slot], self.top_k[slot] = how.seed or 0, how.top_k
-        self.temperature[slot] = how.temperature
-        self.needs_logits[slot] = how.needs_logits
-        self.top_p[slot], self.min_p[slot] = how.top_p, how.min_p
+        self.seed[slot], self.top_k[slot] = sampling.seed or 0, sampling.top_k
+        self.temperature[slot] = sampling.temperature
+        self.needs_logits[slot] = sampling.needs_logits
+        self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
         self.edits.reset(join)
         self.hidden[slot].zero_()
         self.fresh[slot].zero_()
 
     def table_of(self, slots: Tensor, num_pages: int) -> Tensor:
-        """The first num_pages of the slots' block tables [B, N]."""
+        """The first num_pages pages of each of the slots [B] -> [B, num_pages] int64."""
         return self.block_table[slots, :num_pages]
 
     def rows(
@@ -98,10 +99,11 @@ class SlotTensors:
         prefill: bool = False,
         host_lengths: list[int] | None = None,
     ) -> Rows:
-        """Rows from position first + shift of each slot; counts + more of them real, else padding.
+        """The rows of a pass: num_rows of each slot, from its position first + shift on.
 
-        slots, first, counts [B] int64; table [B, N]: the slots' pages (`table_of`). A verify pass
-        says how many rows of the last one to fold [B], and how many there may be (max_fold).
+        Of them counts + more are real, the others are padding. slots, first, counts [B] int64;
+        table [B, N] int64: the slots' pages (`table_of`). fold, max_fold, prefill, host_lengths: as
+        in Rows.
         """
         cos, sin, page_tokens = self.rotary.cos, self.rotary.sin, self.run.page_tokens
         positions, index, cos, sin, lengths = self.device.ops.locate_rows(
@@ -130,26 +132,26 @@ class SlotTensors:
         features: SamplingFeatures,
         num_positions: int,
     ) -> tuple[Tensor, ...]:
-        """logits [N, V] of rows of `slots` [N] that make the tokens at `positions` [N] -> [N].
+        """Pick a token for each row from its logits [N, V] float32; -> tokens [N] int64.
 
-        Where log probabilities are asked for, those follow as in `log_probs`. All positions are
-        below num_positions.
+        slots, positions [N] int64: the rows' slots, and where the tokens will stand, all below
+        num_positions. Where `features` has log probabilities, ids and values follow (`log_probs`).
         """
         edited = logits
         if features.edited:
             edited = self.edits.apply(logits, slots, positions, num_positions)
         tokens = edited.argmax(-1)
         if features.drawn:
-            warm = self.temperature[slots]
+            temperature = self.temperature[slots]
             drawn = draw(
                 edited,
-                torch.where(warm > 0, warm, 1.0),
+                torch.where(temperature > 0, temperature, 1.0),
                 self.top_k[slots],
                 self.top_p[slots],
                 self.min_p[slots],
                 uniform(self.seed[slots], positions),
             )
-            tokens = torch.where(warm > 0, drawn, tokens)
+            tokens = torch.where(temperature > 0, drawn, tokens)
         if features.logprobs is None:
             return (tokens,)
         return (tokens, *log_probs(logits, tokens, features.logprobs))

@@ -1,10 +1,10 @@
-"""What crosses between driver and ranks: commands in, progress out. No tensors.
+"""What crosses between the driver and the ranks: commands in, progress out. No tensors.
 
-    driver -- Join, Leave --> leader -- StepPlan --> every rank -- StepEvent --> driver
+    driver -- Join, Leave --> leader -- StepPlan --> every rank; leader -- StepEvent --> driver
 
-All ranks apply the same StepPlan at the same iteration boundary, so they hold the same slot table;
-`StepPlan.digest` lets a follower notice at once when it does not.
-Letters: K drafted tokens an iteration | kept: tokens an iteration yields, 1..K+1
+All ranks apply the same StepPlan before the same step, so they hold the same slot table. A follower
+whose table differs notices it by `StepPlan.digest`. The leader is rank 0, the others are followers.
+Letters: K drafted tokens an iteration
 """
 
 from __future__ import annotations
@@ -18,40 +18,48 @@ MAX_STOP_IDS = 128
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one request picks its tokens. temperature 0 is greedy and computes no probability.
+    """How one request picks its tokens. ValueError names the field and the rule it breaks.
 
-    Edits of the logits apply in this order: repetition, frequency and presence penalty, bias,
-    min_tokens; then temperature, top_k, top_p, min_p. The token at a position is a function of
-    (prompt, seed, position): drafts, batch and tensor parallelism do not change it.
+    The logits are edited in this order: repetition, frequency and presence penalty, bias,
+    min_tokens. Then temperature, top_k, top_p and min_p apply. The token at a position is a
+    function of prompt, seed and position: drafts, batch and tensor parallelism do not change it.
     """
 
     max_tokens: int = 16
+    """Length of the answer in tokens, unless something ends it before."""
     temperature: float = 0.0
+    """0 takes the likeliest token. Otherwise logits are divided by it and a token is drawn."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Draw among the k likeliest tokens; 0 for all."""
     top_p: float = 1.0
+    """Draw among the likeliest tokens whose probabilities reach this sum; 1 for all."""
     min_p: float = 0.0
+    """Draw among tokens that have this share of the largest probability at least; 0 for all."""
     seed: int | None = None
-    """None: the driver draws one and reports it."""
+    """Of the random numbers; None has the driver draw one, which it reports."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the answer holds already."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each time that the answer holds the token."""
+    """Subtracted as often as the answer holds the token already."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or answer: divided by it above 0, multiplied below."""
+    """Divides the logit of each token in prompt or answer where it is above 0, and multiplies it
+    where it is below."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)"""
+    """Pairs of a token id and what is added to its logit."""
     min_tokens: int = 0
-    """No stop id, EOS or stop string ends the answer before it has as many tokens."""
+    """No stop id, EOS or stop string ends the answer before it has this many tokens."""
     logprobs: int | None = None
-    """Report each token's log probability and so many of the likeliest; None: neither.
+    """Reports the log probability of each token and its top n; None reports nothing.
 
-    They are those of the model's own distribution, before any edit, temperature or filter.
+    They belong to the model's own distribution, before any edit, temperature or filter.
     """
     stop_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, beside EOS."""
     ignore_eos: bool = False
+    """Whether the answer goes on after EOS."""
     draft_tokens: int | None = None
-    """This request's K; None takes the engine's. Larger values are cut to the engine's."""
+    """The most drafts an iteration for this request; None takes the engine's, which is also the
+    most."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -93,47 +101,53 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def edits(self) -> bool:
-        """True when the logits are changed before a token is picked from them."""
+        """Whether logits are changed before a token is picked from them."""
         neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return neutral != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def needs_logits(self) -> bool:
-        """True when the best (value, id) pair is not all that is wanted of a row."""
+        """Whether tokens are picked from whole logits, not from each rank's best (value, id)."""
         return self.temperature > 0 or self.edits or self.logprobs is not None
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Put a request into a free slot. Its `sampling` has a seed."""
+    """Put a request into a free slot."""
 
     slot: int
     request: int
-    """Number of the request, never reused: tells two tenants of one slot apart."""
+    """Number of the request. It is never used again, so that results of a request that has left
+    cannot be taken for those of the next one in its slot."""
     tokens: list[int]
+    """The prompt's token ids."""
     pages: list[int]
-    """KV pages in order; they cover prompt + max_tokens + the rows an iteration may overshoot."""
+    """KV pages in the order of positions. They cover the prompt, max_tokens, and the rows that
+    iterations may write after the end (plan.overshoot_rows)."""
     sampling: Sampling
+    """With a seed where it draws."""
     end_ids: list[int] = []
     """Token ids that end the answer: the request's stop ids, and EOS unless it is ignored."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Drop a request before its end. Unknown (already finished) requests are ignored."""
+    """Drop a request before its end. One that has ended already is ignored."""
 
     slot: int
     request: int
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The leader's word to every rank: apply these commands, then step once if there is work."""
+    """What the leader tells every rank: apply these commands, then step once if there is work."""
 
     seq: int
+    """Number of the plan, from 0."""
     commands: list[Join | Leave]
     digest: int
-    """Digest of the leader's slot table before the commands."""
+    """Of the leader's slot table before the commands (SlotTable.digest)."""
     stop: bool = False
+    """True ends the loop of every rank."""
     depth: int | None = None
-    """Drafts an iteration at most; None: K."""
+    """The most drafts of an iteration from now on; None leaves it at K."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -143,21 +157,25 @@ class Progress(msgspec.Struct, frozen=True):
     slot: int
     tokens: list[int]
     drafted: int = 0
+    """Drafts that the step verified for it."""
     accepted: int = 0
     """Of `drafted`, those the target agreed with, also behind the end of the answer."""
     verified: bool = True
     """False for the first token, which the prefill yields without a verify pass."""
     logprobs: list[list[tuple[int, float]]] = []
-    """Where asked for: of each of `tokens` its (id, log probability), then the likeliest ones'."""
+    """Where asked for, one list for each of `tokens`: the (id, log probability) of the token, then
+    those of the likeliest tokens, best first."""
     finish: str | None = None
-    """"stop" (EOS or stop id), "length", or None while it goes on."""
+    """"stop" (EOS or stop id), "length", or None while the request goes on."""
 
 
 class StepEvent(msgspec.Struct, frozen=True):
-    """One step of the leader."""
+    """What one step of the leader brought."""
 
     iteration: int
+    """Number of the step, from 1."""
     step_s: float
+    """How long it took, in seconds."""
     progress: list[Progress]
     depth: int | None = None
-    """Of its StepPlan."""
+    """StepPlan.depth of the step."""

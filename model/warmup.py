@@ -1,10 +1,11 @@
-"""What runs before the first request, so that no request pays for a first time.
+"""What runs before the first request, so that no request waits for a first time.
 
-    warm_up(runner): short requests, greedy and sampled -> prompts, first tokens, iterations
-                     then a batch of padding for each shape that is captured
+    warm_up(runner): short requests, greedy and sampled, for prompts and what follows them
+                     a batch of padding alone for each shape of iteration that is captured
 
-With graphs the first run of a shape is eager and the second is captured, so everything runs twice.
-It leaves nothing behind: the requests' slots are reset for the next one, padding belongs to nobody.
+Where graphs are captured, a shape runs eagerly the first time and is captured the second time, so
+everything runs twice. Nothing remains of it: a slot is reset when a request joins, and nobody reads
+the padding slot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from outrider.model.step import Join, Sampling
 
 
 def warm_up(runner: Runner) -> None:
-    """Run all that a request may need, on pages that nobody holds yet."""
+    """Run everything that a request may need. No request may have joined before."""
     for _ in range(2 if runner.device.capabilities.graphs else 1):
         for width in runner.prefill_policy.widths or (MIN_CAPTURED_ROWS,):
             _answer(runner, width, Sampling())
@@ -29,7 +30,7 @@ def warm_up(runner: Runner) -> None:
 
 
 def _answer(runner: Runner, prompt: int, sampling: Sampling) -> None:
-    """A request whose prompt has so many tokens, and a few iterations."""
+    """Answer a request with a prompt of this many tokens, for a few iterations."""
     run = runner.run
     prompt = min(prompt, run.max_model_len - 1)
     max_tokens = min(2 * run.draft_tokens + 2, run.max_model_len - prompt)
@@ -44,6 +45,7 @@ def _answer(runner: Runner, prompt: int, sampling: Sampling) -> None:
 
 @torch.inference_mode()
 def _run_captured_shapes(runner: Runner) -> None:
+    """Run all shapes of iteration, and at depth 0 what the draft may have to catch up with."""
     drafter = runner.executor.drafter
     for batch in runner.packer.captured_batches():
         runner.run_iteration(batch)

@@ -1,9 +1,9 @@
-"""The loop of a rank: it turns plans into steps.
+"""The loop of a rank, which turns plans into steps.
 
     leader (rank 0): inbox -> StepPlan -> the same plan to every follower -> step -> StepEvent
     follower:        StepPlan -> digest check -> the same step
-One plan, one step: what reaches the inbox during a step is part of the next plan. While no request
-is active, the leader sleeps on its inbox and the followers on their connection.
+Each plan is one step. What reaches the inbox during a step is part of the next plan. While there is
+no work, the leader waits for its inbox and the followers wait for the leader.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from outrider.actors.errors import DivergenceError
 from outrider.actors.ranks.connection import Connection
@@ -19,16 +19,12 @@ from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.messages import Commands
 from outrider.model.step import Join, Leave, Progress, StepEvent, StepPlan
 
-if TYPE_CHECKING:
-    pass
-
-
 PLAN_TOKENS = 1 << 20
 """The leader stops reading its inbox at this many prompt tokens: a StepPlan has a size limit."""
 
 
 class Steps(Protocol):
-    """What the loop needs of model.runner.Runner."""
+    """The part of model.runner.Runner that the loop uses."""
 
     @property
     def has_work(self) -> bool: ...
@@ -43,7 +39,12 @@ class Steps(Protocol):
 
 
 class RankLoop:
-    """run() until a StepPlan says stop. Only the leader has an inbox (and followers to tell)."""
+    """Runs one rank's steps until a StepPlan says stop.
+
+    connection: to the driver for the leader, to the leader for a follower. followers: connections
+    to them; None makes this rank a follower. depth: chooses how many drafts each plan of the leader
+    allows; None leaves them at K.
+    """
 
     def __init__(
         self,
@@ -53,16 +54,13 @@ class RankLoop:
         followers: Sequence[Connection] | None,
         depth: Depth | None = None,
     ) -> None:
-        """connection: the driver's (leader) or the leader's (follower). followers None: a follower.
-
-        depth: what chooses the drafts of each plan; the leader's.
-        """
         self._runner = runner
         self._connection = connection
         self._followers = followers
         self._depth = depth
 
     def run(self) -> None:
+        """Raises DivergenceError when this rank's slot table is not the leader's."""
         if self._followers is None:
             self._follow()
         else:
@@ -70,7 +68,7 @@ class RankLoop:
 
     def _lead(self, followers: Sequence[Connection]) -> None:
         iteration = 0
-        unstarted: set[int] = set()  # joined, but without a token: their prefill goes on
+        in_prefill: set[int] = set()  # requests that have no token yet
         for seq in count():
             commands, stop = self._read_inbox()
             depth = self._depth and self._depth.choose(self._runner.draft_limit)
@@ -80,8 +78,8 @@ class RankLoop:
                 follower.send(plan)
             if stop:
                 return
-            unstarted.update(c.request for c in commands if isinstance(c, Join))
-            unstarted.difference_update(c.request for c in commands if isinstance(c, Leave))
+            in_prefill.update(c.request for c in commands if isinstance(c, Join))
+            in_prefill.difference_update(c.request for c in commands if isinstance(c, Leave))
             self._apply(plan)
             if not self._runner.has_work:
                 continue
@@ -90,12 +88,12 @@ class RankLoop:
             step_s = perf_counter() - started
             iteration += 1
             self._connection.send(StepEvent(iteration, step_s, progress, depth))
-            if self._depth and not unstarted:
+            if self._depth and not in_prefill:
                 self._depth.note(step_s, progress, self._runner.num_drafts)
-            unstarted.difference_update(p.request for p in progress)
+            in_prefill.difference_update(p.request for p in progress)
 
     def _read_inbox(self) -> tuple[list[Join | Leave], bool]:
-        """All that waits in the inbox, in order; sleeps on it when there is nothing else to do."""
+        """-> the commands in the inbox and whether to stop. Waits while there is no work."""
         commands: list[Join | Leave] = []
         tokens = 0
         while (not commands and not self._runner.has_work) or self._connection.ready():
@@ -111,11 +109,11 @@ class RankLoop:
     def _follow(self) -> None:
         for seq in count():
             plan = self._connection.receive(StepPlan)
-            mine = self._runner.digest()
-            if plan.seq != seq or plan.digest != mine:
+            digest = self._runner.digest()
+            if plan.seq != seq or plan.digest != digest:
                 raise DivergenceError(
                     f"plan {plan.seq} of the leader has slot-table digest {plan.digest:#018x}; "
-                    f"this rank is at plan {seq} with {mine:#018x}"
+                    f"this rank is at plan {seq} with {digest:#018x}"
                 )
             if plan.stop:
                 return

@@ -128,8 +128,10 @@ def test_probabilities_of_all_ids_are_kept_for_the_check(
     check = ablation.ProbabilityCheck.__call__
 
     def watching(self: Any, drafts: Tensor, targets: Tensor) -> Tensor:
-        seen.append((drafts.shape[1], len(self.draft.carried), *self.target.carried[-1].shape))
-        assert torch.allclose(self.target.carried[-1].sum(-1), torch.ones(()))
+        seen.append(
+            (drafts.shape[1], len(self.draft.probabilities), *self.target.probabilities[-1].shape)
+        )
+        assert torch.allclose(self.target.probabilities[-1].sum(-1), torch.ones(()))
         return check(self, drafts, targets)
 
     monkeypatch.setattr(ablation.ProbabilityCheck, "__call__", watching)

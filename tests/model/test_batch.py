@@ -196,8 +196,8 @@ def test_prompt_tokens_are_padded_and_followed_by_the_next_ones() -> None:
 
 def test_a_captured_chunk_stays_and_takes_new_values() -> None:
     pack = packer(Capabilities(graphs=True))
-    first = pack.standing_prompt(chunk_of(pack, (request(0, [1, 2, 3]), 0, 2), width=4))
-    second = pack.standing_prompt(chunk_of(pack, (request(2, [4, 5, 6, 7]), 1, 4), width=4))
+    first = pack.captured_prompt(chunk_of(pack, (request(0, [1, 2, 3]), 0, 2), width=4))
+    second = pack.captured_prompt(chunk_of(pack, (request(2, [4, 5, 6, 7]), 1, 4), width=4))
     assert second is first
     assert (ints(first.tokens), ints(first.slots)) == ([[5, 6, 7, 0]], [2])
     assert (ints(first.first), ints(first.draft_counts)) == ([1], [2])

@@ -115,15 +115,15 @@ def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit() -> None
     )  # fmt: skip
     prompt, emitted = [1, 2, 2, 7], [2, 9, 9, 0]
     edits.reset(Join(slot=2, request=0, tokens=prompt, pages=[], sampling=strong, end_ids=[49, 7]))
-    edits.note(torch.tensor([2]), torch.tensor([4]), torch.tensor([emitted]))
+    edits.write_text(torch.tensor([2]), torch.tensor([4]), torch.tensor([emitted]))
     slots, positions = torch.tensor([2, 1, 2]), torch.tensor([6, 9, 8])
-    out = edits.apply(logits, slots, positions, reach=32)
+    out = edits.apply(logits, slots, positions, num_positions=32)
     assert torch.equal(out[1], logits[1])
     for row, known in ((0, emitted[:2]), (2, emitted)):
         expected = edited_by_hand(logits[row].double(), prompt, known, strong)
         torch.testing.assert_close(out[row].double(), expected, rtol=1e-6, atol=1e-6)
     edits.reset(Join(slot=2, request=1, tokens=prompt, pages=[], sampling=Sampling()))
-    assert torch.equal(edits.apply(logits, slots, positions, reach=32), logits)
+    assert torch.equal(edits.apply(logits, slots, positions, num_positions=32), logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -215,6 +215,6 @@ def test_every_allowed_edit_fits_beside_the_models_own_end_ids() -> None:
     end_ids = [*sampling.stop_ids, 498, 499]
     edits.reset(Join(slot=0, request=0, tokens=[1], pages=[], sampling=sampling, end_ids=end_ids))
     one = torch.tensor([0])
-    out = edits.apply(torch.zeros(1, 500), one, torch.tensor([2]), reach=32)
+    out = edits.apply(torch.zeros(1, 500), one, torch.tensor([2]), num_positions=32)
     assert (out[0, :MAX_LOGIT_BIAS] == 1.0).all()
     assert (out[0, end_ids] == float("-inf")).all()

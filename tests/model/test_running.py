@@ -35,7 +35,7 @@ def decoding(table: SlotTable, *requests: RunningRequest) -> None:
     """The prompts have run, and their first tokens were read."""
     for request in requests:
         request.launch_prompt(request.prompt_left)
-        table.take(request, [7], [], verified=False)
+        table.add_tokens(request, [7], [], verified=False)
 
 
 def test_prompts_wait_in_the_order_of_their_requests_and_decode_by_slot() -> None:
@@ -59,18 +59,18 @@ def test_what_is_in_flight_counts_as_one_token_each() -> None:
         request.launch_rows(K + 1)
     assert request.tokens_needed == 0
     assert table.decoding() == []
-    assert table.take(request, [7], [], verified=False)[0].finish is None
+    assert table.add_tokens(request, [7], [], verified=False)[0].finish is None
     assert (request.in_flight, request.tokens_needed, request.last_rows) == (3, 0, K + 1)
 
 
 def test_an_answer_ends_at_its_length_or_at_an_end_id() -> None:
     table, (short, stopped) = table_of(join(0, 1, max_tokens=3), join(1, 2, end_ids=(9,)))
     decoding(table, short, stopped)
-    (progress,) = table.take(short, [4, 5, 6], [[(4, -1.0)]] * 3, drafted=3, accepted=2)
+    (progress,) = table.add_tokens(short, [4, 5, 6], [[(4, -1.0)]] * 3, drafted=3, accepted=2)
     assert progress == Progress(
         1, 0, [4, 5], drafted=3, accepted=2, logprobs=[[(4, -1.0)]] * 2, finish="length"
     )
-    (progress,) = table.take(stopped, [4, 9, 6], [], drafted=2, accepted=2)
+    (progress,) = table.add_tokens(stopped, [4, 9, 6], [], drafted=2, accepted=2)
     assert (progress.tokens, progress.finish) == ([4, 9], "stop")
     assert len(table) == 0
 
@@ -82,9 +82,9 @@ def test_results_of_a_request_that_has_left_are_dropped() -> None:
     assert len(table) == 1
     table.remove(Leave(slot=0, request=1))
     table.remove(Leave(slot=0, request=1))
-    assert table.take(first, [4], []) == []
+    assert table.add_tokens(first, [4], []) == []
     table.add(join(0, 2), K)
-    assert table.take(first, [4], []) == [], "the slot belongs to another request"
+    assert table.add_tokens(first, [4], []) == [], "the slot belongs to another request"
     with pytest.raises(AssertionError, match="slot 0 is taken"):
         table.add(join(0, 3), K)
 
@@ -94,15 +94,15 @@ def test_the_digest_follows_every_change() -> None:
     digests = [SlotTable().digest(), table.digest()]
     request.launch_prompt(3)
     digests.append(table.digest())
-    table.take(request, [4], [], verified=False)
+    table.add_tokens(request, [4], [], verified=False)
     digests.append(table.digest())
-    table.take(request, [5], [])
+    table.add_tokens(request, [5], [])
     digests.append(table.digest())
     assert len(set(digests)) == len(digests)
     other, (same,) = table_of(join(0, 1))
     same.launch_prompt(3)
-    other.take(same, [4], [], verified=False)
-    other.take(same, [5], [])
+    other.add_tokens(same, [4], [], verified=False)
+    other.add_tokens(same, [5], [])
     assert other.digest() == digests[-1]
 
 
