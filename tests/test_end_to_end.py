@@ -37,12 +37,13 @@ def test_the_folder_is_small_and_complete() -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
 
 
-def test_at_least_half_of_the_drafts_are_accepted_on_held_out_text(engine: Engine) -> None:
+def test_so_many_drafts_are_accepted_on_held_out_text(engine: Engine) -> None:
+    """181 of 293: 0.62. Where the draft's keys and values are not refreshed it is 0.59."""
     answers = held_out(engine, draft_tokens=3)
     drafted = sum(a.stats.drafted for a in answers)
     accepted = sum(a.stats.accepted for a in answers)
     assert drafted > 200
-    assert accepted / drafted >= 0.5
+    assert accepted / drafted >= 0.605
     for answer in answers:
         words = answer.text.split()
         assert len(words) > 5

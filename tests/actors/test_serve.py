@@ -21,7 +21,9 @@ from ray.serve.schema import ServeDeploySchema
 
 from outrider.actors.engine import Sampling
 from outrider.actors.serve import build
+from outrider.model.config import load_config
 from outrider.model.text import Tokenizer
+from tests.actors.parameters import MAX_TOKENS, cases
 from tests.actors.served import QUEUE, SLOTS, K, Served, one_client
 from tests.test_end_to_end import PROMPTS, TINY
 from tests.test_examples import python
@@ -89,42 +91,28 @@ def test_a_chat_is_the_template_and_the_offline_answer(served: Served) -> None:
     assert told == len(right.token_ids)
 
 
-PARAMETERS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 0.9, "top_p": 0.9, "seed": 1},
-    {"temperature": 1.1, "seed": 2, "extra_body": {"top_k": 20, "min_p": 0.02}},
-    {"temperature": 0.0, "presence_penalty": 1.2, "frequency_penalty": 0.4},
-    {"temperature": 0.6, "seed": 5, "extra_body": {"repetition_penalty": 1.3}},
-    {"temperature": 0.0, "logit_bias": {"13": -100, "300": 4.0}},
-    {"temperature": 0.0, "extra_body": {"min_tokens": 12, "stop_token_ids": [14, 15, 16, 220]}},
-    {"temperature": 0.0, "extra_body": {"ignore_eos": True}},
-    {"temperature": 0.0, "logprobs": 3},
-    {"temperature": 0.0, "stop": ["\n", "the"]},
-    {"temperature": 0.8, "seed": 8, "n": 3, "echo": True, "user": "u1"},
-)  # fmt: skip
+def test_every_parameter_gives_the_offline_answer(served: Served) -> None:
+    plain = served.right(PROMPTS[1], max_tokens=MAX_TOKENS)
+    eos = load_config(TINY).eos_ids[0]
+    for name, case in cases(plain.token_ids, plain.text, eos).items():
+        sampling = Sampling(**{"max_tokens": MAX_TOKENS, **case.how})
+        (right,) = served.offline.generate(PROMPTS[1], sampling, stop=case.stop)
+        body = {"prompt": PROMPTS[1], "max_tokens": MAX_TOKENS, "return_token_ids": True}
+        got = httpx.post(served.url + "/completions", json=body | case.fields, timeout=60).json()
+        (choice,) = got["choices"]
+        answer = (choice["text"], choice["token_ids"], choice["finish_reason"])
+        assert answer == (right.text, right.token_ids, right.finish_reason), name
+        assert got["usage"]["speculation"]["drafted_tokens"] > 0, name
 
 
-def test_every_parameter_gives_the_same_with_and_without_drafts(served: Served) -> None:
-    for number, parameters in enumerate(PARAMETERS):
-        extra = parameters.get("extra_body", {})
-        how: dict[str, Any] = {
-            "model": "tiny", "prompt": [PROMPTS[1], PROMPTS[2]], "max_tokens": 16, **parameters
-        }  # fmt: skip
-        answers = []
-        for off in ({}, {"speculation": {"draft_tokens": 0}}):
-            how["extra_body"] = {**extra, **off, "return_token_ids": True}
-            answers.append(served.client.completions.create(**how).model_dump())
-        on, off = answers
-        for one, other in zip(on["choices"], off["choices"], strict=True):
-            assert _rounded(one) == _rounded(other), parameters
-        assert on["usage"]["speculation"]["drafted_tokens"] > 0, parameters
-        assert off["usage"]["speculation"]["drafted_tokens"] == 0
-        assert len(on["choices"]) == 2 * parameters.get("n", 1), number
-
-
-def _rounded(choice: dict[str, Any]) -> Any:
-    """Log probabilities to four digits: their rows are computed in other batches."""
-    return json.loads(json.dumps(choice), parse_float=lambda text: round(float(text), 3))
+def test_choices_of_several_prompts_give_the_offline_answers(served: Served) -> None:
+    how: dict[str, Any] = {"temperature": 0.8, "max_tokens": MAX_TOKENS}
+    prompts = [PROMPTS[1], PROMPTS[2]]
+    got = served.client.completions.create(
+        model="tiny", prompt=prompts, seed=8, n=2, echo=True, user="u1", **how
+    )
+    rights = [(p, served.right(p, **how, seed=8 + i).text) for p in prompts for i in range(2)]
+    assert [choice.text for choice in got.choices] == [prompt + text for prompt, text in rights]
 
 
 def test_stops_are_named_and_cut(served: Served) -> None:
