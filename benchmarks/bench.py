@@ -3,8 +3,9 @@
     two engines of two CPU ranks, without and with drafts -> prompts one by one, greedy -> tok/s
     transformers' generate, same prompts and precision, with 1 and 2 threads -> tok/s
 
-The tokens of each engine are compared with those of transformers. K = 0 is plain decoding by the
-same code. The last line of stdout is one JSON object; progress goes to stderr.
+The tokens of each engine are compared with those of transformers; where they differ, the two
+likeliest tokens' logits are told. K = 0 is plain decoding by the same code. The last line of stdout
+is one JSON object; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +27,7 @@ import typer
 from transformers import Qwen3_5ForCausalLM
 
 from outrider.actors.engine import Engine
+from outrider.benchmarks.differences import find_differences
 from outrider.model.step import Sampling
 from outrider.model.text import Tokenizer
 
@@ -163,8 +166,20 @@ def cpu_seconds() -> dict[tuple[int, str], float]:
     return seconds
 
 
+def transformers_margin(model: Path, tokens: list[int]) -> float:
+    """Logit of the likeliest token behind `tokens` less that of the second."""
+    network: Any = Qwen3_5ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        first, second = network(torch.tensor([tokens])).logits[0, -1].topk(2).values
+    return float(first - second)
+
+
 def report(
-    runs: dict[int, Run], transformers_runs: dict[int, Run], idle: dict[str, float]
+    runs: dict[int, Run],
+    transformers_runs: dict[int, Run],
+    idle: dict[str, float],
+    prompts: list[list[int]],
+    top2_margin: Callable[[list[int]], float],
 ) -> dict[str, Any]:
     """The JSON object. runs: by K; transformers_runs: by number of threads."""
     best = max(runs, key=lambda k: runs[k].tok_s)
@@ -172,8 +187,12 @@ def report(
     engine = {}
     for k, run in runs.items():
         fields = {key: value for key, value in asdict(run).items() if key != "outputs"}
-        equal = [a == b for a, b in zip(run.outputs, reference.outputs, strict=True)]
-        engine[k] = fields | {"prompts_equal_to_transformers": sum(equal)}
+        compared = list(zip(prompts, run.outputs, reference.outputs, strict=True))
+        differences = find_differences(compared, top2_margin)
+        engine[k] = fields | {
+            "prompts_equal_to_transformers": len(compared) - len(differences),
+            "differences": [asdict(difference) for difference in differences],
+        }
     return {
         "ranks": RANKS,
         "best_draft_tokens": best,
@@ -213,7 +232,8 @@ def main(
     for threads in (1, RANKS):
         run = transformers_runs[threads] = measure_transformers(model, prompts, threads, max_tokens)
         print(f"transformers, {threads} threads: {run}", file=sys.stderr)
-    result = report(runs | with_drafts, transformers_runs, idle)
+    margin = partial(transformers_margin, model)
+    result = report(runs | with_drafts, transformers_runs, idle, prompts, margin)
     print(json.dumps({"max_tokens": max_tokens} | result))
 
 

@@ -31,6 +31,7 @@ from outrider.actors.cluster.reader import load_spec, parse_set
 from outrider.actors.engine import Engine
 from outrider.actors.options import USER_ERROR, Config, Sets
 from outrider.benchmarks import host, planted, report
+from outrider.benchmarks.differences import find_differences, margin_of
 from outrider.model.config import ConfigError, load_config
 from outrider.model.step import MAX_DRAFT_TOKENS, Sampling
 from outrider.parallel.device import DeviceError
@@ -255,7 +256,23 @@ def measure_batch(
         "decode_tok_s": round(float(np.median(known)), 2) if known else None,
         "wave_tok_s": wave_rate(engine, prompts[:batch], protocol.new),
         **counters(answers, engine.run.draft_tokens, oracle, protocol.new, run_ahead),
+        "differences": differences(engine, answers, oracle, protocol.new),
     }
+
+
+def differences(
+    engine: Engine, answers: Sequence[Answer], oracle: Oracle, new: int
+) -> list[dict[str, Any]]:
+    """Where answers are not what the oracle expects, with the engine's own top-2 margins there."""
+    asked = Sampling(max_tokens=1, logprobs=2, draft_tokens=0, ignore_eos=True)
+
+    def top2_margin(tokens: list[int]) -> float:
+        (answer,) = engine.generate([tokens], asked)
+        return margin_of(answer.logprobs[0])
+
+    expected = [oracle.expected(a.prompt[-1], new, 0, 0) for a in answers]
+    compared = [(a.prompt, a.tokens, e.tokens) for a, e in zip(answers, expected) if e is not None]
+    return [asdict(difference) for difference in find_differences(compared, top2_margin)]
 
 
 def counters(

@@ -15,6 +15,8 @@ import multiprocessing
 import statistics
 import time
 from collections import Counter, defaultdict
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ import torch
 import typer
 
 from outrider.benchmarks import planted
+from outrider.benchmarks.differences import find_differences, margin_of
 from outrider.model.config import RunConfig, load_config
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.runner import Runner
@@ -85,6 +88,20 @@ def generate(runner: Runner, prompts: list[list[int]], num_tokens: int) -> dict[
     }
 
 
+def top2_margin(runner: Runner, tokens: list[int]) -> float:
+    """Logit of the likeliest token behind `tokens` less that of the second."""
+    num_pages = pages_for(
+        len(tokens) + 1 + overshoot_rows(runner.run.draft_tokens), runner.run.page_tokens
+    )
+    asked = Sampling(max_tokens=1, logprobs=2, draft_tokens=0)
+    pages = list(range(1, 1 + num_pages))
+    runner.apply([Join(slot=0, request=0, tokens=tokens, pages=pages, sampling=asked)])
+    log_probs = []
+    while runner.has_work:
+        log_probs += [row for progress in runner.step() for row in progress.logprobs]
+    return margin_of(log_probs[0])
+
+
 def measure(
     runner: Runner, chain: planted.Chain, batch: int, prompt: int, new: int, repeats: int
 ) -> dict[str, Any]:
@@ -93,7 +110,7 @@ def measure(
     prompt, new: tokens of each prompt and of each answer. The first of the repeats + 1 runs warms
     up and is not timed.
     """
-    vocab, runs, exact = len(chain.next), [], True
+    vocab, runs, compared = len(chain.next), [], []
     for repeat in range(repeats + 1):
         generator = torch.Generator().manual_seed(100 * batch + repeat)
         prompts = torch.randint(0, vocab, (batch, prompt), generator=generator).tolist()
@@ -102,14 +119,16 @@ def measure(
         result["after_first_s"] = result["e2e_s"] - first_token_s
         for ids, output in zip(prompts, result["outputs"], strict=True):
             expected = planted.expected_counts(chain, ids[-1], new, runner.run.draft_tokens)
-            exact = exact and output == expected.tokens
+            compared.append((ids, output, expected.tokens))
         if repeat > 0:
             runs.append(result)
     rate = statistics.median(r["decode_tokens"] / r["decode_s"] for r in runs)
+    differences = find_differences(compared, partial(top2_margin, runner))
     after_first_s = statistics.median(r["after_first_s"] for r in runs)
     return {
         "batch": batch,
-        "exact": exact,
+        "exact": not differences,
+        "differences": [asdict(difference) for difference in differences],
         "tpot_ms": 1e3 * batch / rate,
         "tok_s": rate,
         "tok_s_after_first": batch * (new - 1) / after_first_s,

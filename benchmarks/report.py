@@ -178,7 +178,12 @@ def _share(row: Row) -> str:
 
 
 def _exact(row: Row) -> str:
-    return "unknown" if row["exact"] is None else f"{row['exact']}/{row['requests']}"
+    """Answers that are exact, of all; of the others, the top-2 margins at the first difference."""
+    if row["exact"] is None:
+        return "unknown"
+    margins = ", ".join(f"{one['margin']:g}" for one in row["differences"])
+    share = f"{row['exact']}/{row['requests']}"
+    return f"{share} (top-2 margins {margins})" if margins else share
 
 
 def _as_computed(row: Row) -> str:

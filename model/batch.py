@@ -127,13 +127,16 @@ class BatchPacker:
         last_rows = max(r.last_rows for r in requests)
         rows = run.draft_tokens + 1
         num_positions = rows + max(r.num_tokens + r.in_flight * rows for r in requests)
+        num_pages = min(pages_for(num_positions, run.page_tokens), self.max_pages)
+        if run.pin_rows:  # sums over keys, too, have one length whatever is drafted
+            num_pages = self.max_pages
         return DecodeBatch(
             slots=self._ints(slots),
             limits=self._ints(padded_limits),
             num_drafts=num_drafts,
             max_kept=max(1, last_rows),
             max_fold=last_rows,
-            num_pages=min(pages_for(num_positions, run.page_tokens), self.max_pages),
+            num_pages=num_pages,
             with_logits=self._ints(with_logits) if with_logits else None,
             any_greedy=len(with_logits) < size,
             features=features,

@@ -54,6 +54,8 @@ class GdnConfig:
     """Activation of the output gate z: "silu" or "sigmoid"."""
     coarse_state: bool = False
     """True where the checkpoint allows states rounded to bfloat16 (its mamba_ssm_dtype)."""
+    rows_in_turn: bool = False
+    """RunConfig.pin_rows, for the layers."""
 
     @property
     def key_dim(self) -> int:
@@ -168,7 +170,8 @@ class RunConfig:
     coarse_state: bool = True
     """Let operations round states to bfloat16 as they compute, where the checkpoint allows it."""
     pin_rows: bool = False
-    """Run K+1 rows a slot even without drafts, so that every pass has the same shapes."""
+    """Give every pass the same shapes, K+1 rows a slot and all pages that a slot may have, and run
+    the delta net's rows in turn: a row's result then does not depend on what is drafted."""
     ablation: Ablation = Ablation()
 
     @property

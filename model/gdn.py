@@ -43,6 +43,7 @@ class GatedDeltaNet:
             eps=config.rms_norm_eps,
             gate=gdn.gate,
             coarse_state=gdn.coarse_state,
+            rows_in_turn=gdn.rows_in_turn,
             conv=states.conv[index],
             state=states.state[index],
             factors=states.factors[index],

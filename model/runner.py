@@ -49,7 +49,8 @@ class Runner:
         self.run = run
         device = ablation.old_device(device, run.ablation)
         model = settle_head(load_config(Path(run.model_dir)), Path(run.model_dir))
-        gdn = replace(model.gdn, coarse_state=model.gdn.coarse_state and run.coarse_state)
+        coarse = model.gdn.coarse_state and run.coarse_state
+        gdn = replace(model.gdn, coarse_state=coarse, rows_in_turn=run.pin_rows)
         self.model = replace(model, gdn=gdn)
         check_device(run, device.capabilities)
         check_pages(run, memory_plan(self.model, run))

@@ -79,6 +79,9 @@ class GdnLayer:
     coarse_state: bool = False
     """Whether an operation may round the state to bfloat16 while it computes. The memory is float32
     all the same. Where this is False, only operations that keep float32 are used."""
+    rows_in_turn: bool = False
+    """Whether a verify pass runs and folds one row after another. Float32 sums then have the same
+    order whichever rows came in one pass, so a row's result does not depend on it."""
 
     @property
     def widths(self) -> tuple[int, int, int, int]:

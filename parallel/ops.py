@@ -191,15 +191,23 @@ class Ops:
         y = self.causal_conv(window, layer.conv_weight, num_rows)
         qk, v = y.split_with_sizes((y.shape[-1] - heads * dv, heads * dv), -1)
         qk, v = self.gdn_qk_norm(qk.unflatten(-1, (2, *keys))), v.unflatten(-1, (heads, dv)).float()
-        g, beta = self.gdn_gates(a, b, layer.rate, layer.dt_bias)
         state = layer.state.index_select(0, slots)
         if max_fold:
             pending = layer.factors[:, :max_fold].index_select(0, slots)
             k, delta, decay = pending.split_with_sizes((keys[0] * keys[1], heads * dv, heads), -1)
             k, delta = k.unflatten(-1, keys), delta.unflatten(-1, (heads, dv))
-            state = self.gdn_fold(state, k, delta, decay, fold)
+            for part in _parts(max_fold, layer):
+                some = (fold - part.start).clamp(0, part.stop - part.start)
+                state = self.gdn_fold(state, k[:, part], delta[:, part], decay[:, part], some)
             layer.state.index_copy_(0, slots, state)
-        out, delta = self.gdn_rows(qk, v, g, beta, state)
+        results = []
+        for part in _parts(num_rows, layer):
+            g, beta = self.gdn_gates(a[:, part], b[:, part], layer.rate, layer.dt_bias)
+            out, delta = self.gdn_rows(qk[:, part], v[:, part], g, beta, state)
+            results.append((out, delta, g))
+            if part.stop < num_rows:
+                state = self.gdn_fold(state, qk[:, part, 1], delta, g, torch.ones_like(fold))
+        out, delta, g = (torch.cat(parts, 1) for parts in zip(*results))
         factors = torch.cat((qk[:, :, 1].flatten(2), delta.flatten(2), g), -1)
         layer.factors[:, :num_rows].index_copy_(0, slots, factors)
         layer.conv[:, : window.shape[1]].index_copy_(0, slots, window)
@@ -440,6 +448,12 @@ class Ops:
         # The first rank that has the largest logit also has the smallest of the ids that have it.
         winner = (values == values.amax(0, keepdim=True)).to(torch.int8).argmax(0, keepdim=True)
         return ids.gather(0, winner).squeeze(0).to(torch.int64)
+
+
+def _parts(num_rows: int, layer: GdnLayer) -> list[slice]:
+    """The rows that the delta rule takes at a time: all of them, or one after another."""
+    step = 1 if layer.rows_in_turn else num_rows
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

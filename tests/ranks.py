@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.benchmarks.differences import find_differences, margin_of
 from outrider.model.batch import DecodeBatch, PromptChunk
 from outrider.model.config import RunConfig, load_config
 from outrider.model.executor import RunPiece
@@ -143,6 +144,16 @@ class Team:
         if errors:
             raise errors[0]
         return results
+
+    def top2_margin(self, tokens: list[int]) -> float:
+        """Logit of the likeliest token behind `tokens` less that of the second."""
+        asked = Sampling(max_tokens=1, logprobs=2, draft_tokens=0)
+        return margin_of(self.generate([(tokens, asked)])[0].logprobs[0])
+
+    def assert_same(self, prompt: list[int], tokens: list[int], expected: list[int]) -> None:
+        """Equal tokens; the error names the first that differs, and the top-2 margin there."""
+        differences = find_differences([(prompt, tokens, expected)], self.top2_margin)
+        assert not differences, f"prompt of {len(prompt)}: {differences[0]}"
 
     def generate(
         self, requests: Sequence[tuple[Sequence[int], Sampling]], stagger: int = 0

@@ -122,6 +122,7 @@ def result(*names: str, batches: tuple[int, ...] = (1,)) -> dict[str, Any]:
             "accepted_by_position": [0.9] * k,
             "tokens_per_iteration": 1.5,
             "exact": None,
+            "differences": [],
             "expected_accepted": 2,
             "expected_drafted": 4,
             "start_to_first_token_s": 1.0,
@@ -142,6 +143,14 @@ def test_report_of_a_sweep_has_a_row_and_plots_for_each_engine(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {
         "report.md", "result.json", "acceptance.png", "drafts.png", "batch.png",
     }  # fmt: skip
+
+
+def test_report_tells_how_close_inexact_answers_were() -> None:
+    found = result("K = 1")
+    differences = [{"answer": 1, "position": 7, "margin": 0.0625}]
+    found["rows"][0] |= {"exact": 1, "differences": differences}
+    assert "| 1/2 (top-2 margins 0.0625) |" in report.markdown(found)
+    assert "exact 1/2 (top-2 margins 0.0625) |" in report.one_line(found["rows"][0])
 
 
 def test_report_of_an_ablation_has_both_tables(tmp_path: Path) -> None:
@@ -221,6 +230,7 @@ def test_bench_runs_from_end_to_end(
     assert [row["batch"] for row in found["rows"]] == [1, 2]
     for row in found["rows"]:
         assert row["exact"] == row["requests"] == 2
+        assert row["differences"] == []
         assert row["accepted"] == row["expected_accepted"] > 0
         assert row["drafted"] == row["expected_drafted"]
         assert row["server"]["e2e_ms"]["p50"] <= row["client"]["e2e_ms"]["p50"]

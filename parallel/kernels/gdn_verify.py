@@ -276,19 +276,14 @@ def _factors(
 
 @triton.jit
 def _fold(s, rows, count, MAX_FOLD: tl.constexpr):
-    """As Ops.gdn_fold, of the first `count` rows: s times the decays of all, plus k delta^T of each
-    row times the decays of the rows after it."""
-    total = 0.0
+    """As Ops.gdn_fold, of the first `count` rows, one after another, in the steps of the pass that made
+    them: so a state has the same bits in whatever groups its rows are folded."""
     for at in tl.static_range(MAX_FOLD):
-        total += tl.where(at < count, rows[at][2], 0.0)
-    s *= tl.exp(total)
-    after = 0.0
-    for back in tl.static_range(MAX_FOLD):
-        k, delta, g = rows[MAX_FOLD - 1 - back]
-        alive = MAX_FOLD - 1 - back < count
-        delta = tl.where(alive, delta * tl.exp(after), 0.0)
-        s += tl.where(alive, k, 0.0)[:, None] * delta[None, :]
-        after += tl.where(alive, g, 0.0)
+        k, delta, g = rows[at]
+        alive = at < count
+        grown = tl.exp(tl.where(alive, g, 0.0))
+        k, delta = tl.where(alive, k, 0.0), tl.where(alive, delta, 0.0)
+        s = s * grown + k[:, None] * delta[None, :]
     return s
 
 

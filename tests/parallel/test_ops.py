@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.parallel.operands import GdnLayer
 from outrider.parallel.ops import Ops
 from tests.parallel.cases import attending_rows, commit_case, written_rows
 
@@ -61,6 +62,43 @@ def test_rows_and_fold_equal_the_recurrence(rows: int, strong: bool) -> None:
     folded = OPS.gdn_fold(state, k, delta, g, mixed)
     for b, kept in enumerate(mixed.tolist()):
         assert (folded[b] - states[kept][b]).abs().max() < 5e-6
+
+
+def delta_net(groups: list[int], *, in_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Passes of 9 rows over the same text, of which the first groups[i] are kept -> y of the kept
+    rows, and the state after the last of them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    k, h, dk, dv, taps, rows = 2, 4, 16, 24, 4, 9
+    channels = 2 * k * dk + h * dv
+    layer = GdnLayer(
+        num_k_heads=k, num_v_heads=h, head_k_dim=dk, head_v_dim=dv,
+        conv_weight=rand(taps, channels), rate=-rand(h).abs(), dt_bias=rand(h),
+        norm_weight=rand(dv), eps=1e-6, gate="silu",
+        conv=rand(1, taps - 1 + rows, channels), state=rand(1, h, dk, dv),
+        factors=torch.zeros(1, rows, k * dk + h * dv + h), rows_in_turn=in_turn,
+    )  # fmt: skip
+    text = rand(1, sum(groups) + rows, channels + h * dv + 2 * h)
+    slot, kept, at, ys = torch.tensor([0]), torch.tensor([0]), 0, []
+    for group in groups:
+        proj = text[:, at : at + rows].clone()
+        proj[:, group:] += 1.0  # rejected rows: drafts that the text does not hold
+        ys.append(OPS.gdn_verify(proj, layer, slot, kept, rows if at else 0)[:, :group])
+        kept, at = torch.tensor([group]), at + group
+    OPS.gdn_verify(text[:, :rows], layer, slot, kept, rows)
+    return torch.cat(ys, 1), layer.state
+
+
+@pytest.mark.parametrize("groups", [[9, 3], [4, 4, 4], [1, 9, 2]])
+def test_delta_net_rows_in_turn_are_the_same_bits_in_whatever_pass(groups: list[int]) -> None:
+    """What speculation.pin_rows promises on the CPU."""
+    for got, want in zip(delta_net(groups, in_turn=True), delta_net([1] * 12, in_turn=True)):
+        assert torch.equal(got, want)
+    for got, want in zip(delta_net(groups, in_turn=False), delta_net([1] * 12, in_turn=True)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_reads_only_its_own_keys() -> None:
