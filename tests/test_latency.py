@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.actors import cli
+from outrider.actors.options import USER_ERROR
 from outrider.benchmarks import host, latency, planted, report
 from outrider.model.config import ConfigError
 from outrider.model.step import Sampling
@@ -168,7 +169,7 @@ def test_report_without_matplotlib_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None)
-    assert cli.main(["bench", "--report", str(tmp_path)]) == cli.USER_ERROR
+    assert cli.main(["bench", "--report", str(tmp_path)]) == USER_ERROR
     assert "pip install 'outrider[bench]'" in capsys.readouterr().err
 
 
@@ -184,7 +185,7 @@ def test_report_without_matplotlib_is_refused_before_anything_runs(
 def test_wrong_options_are_one_line_and_exit_code_2(
     words: list[str], complaint: str, planted_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", "--model", str(planted_tiny), *words]) == cli.USER_ERROR
+    assert cli.main(["bench", "--model", str(planted_tiny), *words]) == USER_ERROR
     assert complaint in capsys.readouterr().err
 
 
@@ -206,7 +207,7 @@ def test_no_gpu_is_said_before_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(latency, "CACHE", tmp_path)
-    assert cli.main(["bench", "--device", "cuda", "--size", "tiny"]) == cli.USER_ERROR
+    assert cli.main(["bench", "--device", "cuda", "--size", "tiny"]) == USER_ERROR
     assert "--device cuda: cannot be used" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -276,8 +276,8 @@ def _factors(
 
 @triton.jit
 def _fold(s, rows, count, MAX_FOLD: tl.constexpr):
-    """As Ops.gdn_fold, of the first `count` rows, one after another, in the steps of the pass that made
-    them: so a state has the same bits in whatever groups its rows are folded."""
+    """As Ops.gdn_fold, of the first `count` rows, in turn and as the pass that made them does it:
+    a state has the same bits in whatever groups its rows are folded."""
     for at in tl.static_range(MAX_FOLD):
         k, delta, g = rows[at]
         alive = at < count
