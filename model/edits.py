@@ -119,12 +119,12 @@ class LogitEdits:
         all below num_positions. Where a slot has no edits its logits come back bit for bit.
         """
         text = self.text[slots, :num_positions]
-        place = torch.arange(text.shape[1], device=text.device)
+        index = torch.arange(text.shape[1], device=text.device)
         answer_start = self.prompt[slots].unsqueeze(1)
-        written = place < positions.unsqueeze(1)
+        written = index < positions.unsqueeze(1)
         zeros = torch.zeros_like(logits)
         in_text = zeros.scatter_add(1, text, written.to(logits.dtype)) > 0
-        in_answer = (written & (place >= answer_start)).to(logits.dtype)
+        in_answer = (written & (index >= answer_start)).to(logits.dtype)
         count = zeros.scatter_add(1, text, in_answer)
         factor = self.repetition[slots].unsqueeze(1)
         repeated = torch.where(logits > 0, logits / factor, logits * factor)

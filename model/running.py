@@ -116,8 +116,8 @@ class SlotTable:
 
     def prefilling(self) -> list[RunningRequest]:
         """The requests with prompt tokens left, the oldest first."""
-        waiting = [r for r in self._requests.values() if r.prompt_left]
-        return sorted(waiting, key=lambda r: r.join.request)
+        requests = (r for r in self._requests.values() if r.prompt_left)
+        return sorted(requests, key=lambda r: r.join.request)
 
     def decoding(self) -> list[RunningRequest]:
         """The requests that another iteration must bring tokens, in the order of their slots."""

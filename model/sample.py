@@ -53,8 +53,8 @@ def draw(
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     ordered = (ordered - ordered[:, :1]) / temperature.unsqueeze(1)
-    place = torch.arange(logits.shape[1], device=logits.device)
-    cut_k = (top_k.unsqueeze(1) > 0) & (place >= top_k.unsqueeze(1))
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    cut_k = (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
     probs = torch.softmax(ordered.masked_fill(cut_k, float("-inf")), -1)
     before = probs.cumsum(-1) - probs
     keep = (before < top_p.unsqueeze(1)) & (probs >= min_p.unsqueeze(1) * probs[:, :1])
