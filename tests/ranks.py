@@ -175,8 +175,9 @@ def record_drafts(runner: Runner) -> dict[tuple[int, int], list[int]]:
         drafts = propose(batch, at, run)
         lengths = at.length.tolist()
         for slot, length, row in zip(batch.slots.tolist(), lengths, drafts.tolist()):
-            if slot in runner.slots:
-                offered[runner.slots[slot].join.request, length] = row
+            request = runner.slots.get(slot)
+            if request is not None:  # padding has none
+                offered[request.join.request, length] = row
         return drafts
 
     drafter.propose = recording  # type: ignore[method-assign]

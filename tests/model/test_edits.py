@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from outrider.model.edits import LogitEdits, log_probs
+from outrider.model.sample import draw, uniform
 from outrider.model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone
@@ -88,6 +89,19 @@ def test_the_oracle_edits_the_same(teams: dict[int, Team], varied: Checkpoint) -
             int(edited_by_hand(logits, PROMPTS[0], emitted, sampling).argmax())
             == (out.tokens[index])
         )
+
+
+def test_the_oracle_draws_the_same(teams: dict[int, Team], varied: Checkpoint) -> None:
+    """The random number of a token is that of its seed and of its position in the whole text."""
+    sampling = Sampling(max_tokens=12, temperature=0.9, top_p=0.9, seed=4)
+    (out,) = teams[3].generate([(PROMPTS[2], sampling)])
+    text, first, count = PROMPTS[2] + out.tokens, len(PROMPTS[2]), len(out.tokens)
+    with torch.inference_mode():
+        logits = varied.oracle()(torch.tensor([text])).logits[0, first - 1 : -1]
+    positions = torch.arange(first, first + count)
+    same = [torch.full((count,), value) for value in (0.9, 0, 0.9, 0.0)]
+    drawn = draw(logits, *same, uniform(torch.full((count,), 4), positions))
+    assert drawn.tolist() == out.tokens
 
 
 def edited_by_hand(logits, prompt: list[int], emitted: list[int], how: Sampling):
