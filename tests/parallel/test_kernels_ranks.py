@@ -198,7 +198,7 @@ def run(size: int) -> list[list[Tensor]]:
     for process in ranks:
         process.start()
     try:
-        results = dict(queue.get(timeout=120) for _ in ranks)
+        results = dict(queue.get(timeout=240) for _ in ranks)
     finally:
         for process in ranks:
             process.kill()
