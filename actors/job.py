@@ -90,7 +90,7 @@ class JobRunner:
         }
         if body.return_token_ids:
             record |= {"prompt_token_ids": done.prompt_ids, "token_ids": done.token_ids}
-        return record | ({"logprobs": done.logprobs} if body.top is not None else {})
+        return record | ({"logprobs": done.logprobs} if body.num_logprobs is not None else {})
 
     def _read(self, line: InputLine) -> tuple[Settings, list[int]]:
         """The line's settings and the token ids of its prompt."""
@@ -102,11 +102,10 @@ class JobRunner:
             chat = parse(ChatBody, data)
             if self._tokenizer is None:
                 raise ApiError(400, "messages: this checkpoint has no tokenizer")
-            said = [message.plain() for message in chat.messages]
             values = chat.chat_template_kwargs or {}
-            return chat, self._tokenizer.apply_chat_template(said, **values)
+            return chat, self._tokenizer.apply_chat_template(chat.conversation(), **values)
         body = parse(CompletionBody, data)
-        prompts = body.prompts()
+        prompts = body.prompt
         if len(prompts) != 1:
             raise ApiError(400, f"prompt: {len(prompts)} prompts; a line has one")
         if isinstance(prompts[0], list):

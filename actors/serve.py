@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from outrider.actors.cluster.kinds import free_host_bytes
@@ -46,6 +51,10 @@ from outrider.model.text import Tokenizer
 log = logging.getLogger("ray.serve")
 APPLICATION, DEPLOYMENT = "outrider", "Outrider"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+DRAIN_POLL_S = 0.2
+"""Between two looks at how many requests are still open."""
+DRAIN_CALL_S = 10.0
+"""Longest wait for the replicas' answer to one such look."""
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 """Serve's own loop runs the driver: two loops hand every event from thread to thread, which costs
 the CPU more than the event itself. Nothing of ours holds a loop: long prompts go to a thread."""
@@ -59,6 +68,7 @@ class Replica:
 
     async def __init__(self, spec: Spec, keys: tuple[bytes, ...] = ()) -> None:
         """spec: from `serving_spec`. keys: SHA-256 digests of the API keys; none: everyone may."""
+        _log_beside_serve()
         model_dir, model = spec.open_model()
         share = claim_replica_share(spec)
         pages = spec.resolve_pages(model, model_dir, rank_memory(spec, share.memory_bytes))
@@ -88,6 +98,8 @@ class Replica:
             about=self._about,
             keys=keys,
         )
+        self._endpoints.start()
+        gc.freeze()  # what is loaded stays: looking for garbage in it would hold the loop for 0.3 s
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._endpoints.app
@@ -97,9 +109,14 @@ class Replica:
         if self._driver.error is not None:
             raise self._driver.error
 
+    async def drain(self, *, cut: bool = False) -> int:
+        """Refuse new requests -> how many are still open. cut: end those with an error."""
+        return self._endpoints.drain(cut=cut)
+
     async def __del__(self) -> None:
+        """Serve calls this when it ends a replica, after the requests that it has sent here."""
         if hasattr(self, "_endpoints"):  # the start may have failed
-            self._endpoints.drain()
+            self._endpoints.close()
             await self._driver.close()
 
     def _about(self) -> dict[str, Any]:
@@ -108,6 +125,13 @@ class Replica:
             "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
             "ranks": self._ranks.stats(),
         }
+
+
+def _log_beside_serve() -> None:
+    """What this package logs in a replica goes to the file that Serve's own lines go to."""
+    ours = logging.getLogger("outrider")
+    ours.handlers, ours.propagate = log.handlers, False
+    ours.setLevel(log.getEffectiveLevel())
 
 
 def most_replicas(spec: Spec) -> int:
@@ -169,16 +193,22 @@ def serving_spec(config: str | Path | None, overrides: Mapping[str, object]) -> 
 
 
 def api_keys(spec: Spec) -> tuple[bytes, ...]:
-    """SHA-256 of each line of serve.api_key_file. ConfigError when it holds none."""
+    """SHA-256 of each key in serve.api_key_file. ConfigError where the file breaks its rules."""
     if spec.serve.api_key_file is None:
         return ()
     try:
-        lines = Path(spec.serve.api_key_file).read_text("utf-8").split()
+        lines = Path(spec.serve.api_key_file).read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as problem:
         raise spec.error("serve.api_key_file", f"cannot be read: {problem}") from None
-    if not lines:
-        raise spec.error("serve.api_key_file", "must hold a key a line: it is empty")
-    return tuple(hashlib.sha256(line.encode()).digest() for line in lines)
+    keys = {number: line.strip() for number, line in enumerate(lines, 1)}
+    keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
+    for number, key in keys.items():
+        if len(key.split()) > 1:
+            rule = "a line is one key without white space, or a comment that begins with #"
+            raise spec.error("serve.api_key_file", f"line {number}: {rule}")
+    if not keys:
+        raise spec.error("serve.api_key_file", "must hold a key a line: it holds none")
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys.values())
 
 
 def application(spec: Spec) -> Application:
@@ -200,6 +230,7 @@ def application(spec: Spec) -> Application:
         placement_group_strategy="STRICT_PACK",
         max_ongoing_requests=2 * (limits.max_slots + limits.max_queue),
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=START_TRIES,
@@ -260,11 +291,40 @@ def serving(spec: Spec) -> Iterator[str]:
         if why is not None:
             raise PlacementError(f"a replica cannot be placed: {why}")
         serve.start(http_options={"host": spec.serve.host, "port": spec.serve.port})
-        serve.run(app, name=APPLICATION, route_prefix="/")
-        yield f"http://{spec.serve.host}:{spec.serve.port}/v1"
+        replicas = serve.run(app, name=APPLICATION, route_prefix="/")
+        try:
+            yield f"http://{spec.serve.host}:{spec.serve.port}/v1"
+        finally:
+            drain(replicas, spec.serve.drain_timeout_s)
     finally:
         if ray.is_initialized():
             serve.delete(APPLICATION)  # waits for streams that are open; shutdown alone cuts them
             if cluster.private:
                 serve.shutdown()
         cluster.close()
+
+
+def drain(replicas: DeploymentHandle, timeout_s: float) -> None:
+    """Make every replica refuse new requests; returns when those under way have ended.
+
+    Deleting the application takes its route away at once, and clients would get 404 while streams
+    are still open: so this comes first. After timeout_s open requests end with an error.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while _open_requests(replicas):
+        if time.monotonic() >= deadline_s:
+            _open_requests(replicas, cut=True)
+            return
+        time.sleep(DRAIN_POLL_S)
+
+
+def _open_requests(replicas: DeploymentHandle, *, cut: bool = False) -> int:
+    """Sum over the replicas that answer; one that is dead or stuck has nothing to wait for."""
+    try:
+        counts = replicas.broadcast("drain", cut=cut).results(
+            timeout_s=DRAIN_CALL_S, return_exceptions=True
+        )
+    except (RayError, RayServeException, TimeoutError) as problem:
+        log.warning("the replicas could not be asked to drain: %s", problem)
+        return 0
+    return sum(count for count in counts if isinstance(count, int))

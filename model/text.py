@@ -22,8 +22,18 @@ from outrider.model.config import ConfigError
 FILE = "tokenizer.json"
 REPLACEMENT = "\ufffd"
 """What bytes that are no character are decoded to."""
+LOSSLESS_STEPS = ("NFC", "ByteLevel", "Split", "Digits")
+"""Steps of a tokenizer before its model that drop no part of a text (Split unless it removes)."""
 MAX_HELD_TOKENS = 3
 """Tokens that WindowDetokenizer holds back: a character of UTF-8 has at most three more bytes."""
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than its caller can use."""
+
+    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens: at most {max_tokens} fit")
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -43,9 +53,12 @@ class Tokenizer:
             self._tokens = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"{self._folder / FILE}: cannot be loaded: {error}") from error
+        self._tokens.no_truncation()  # a file may ask for either; prompts are encoded as they are
+        self._tokens.no_padding()
         added = self._tokens.get_added_tokens_decoder()
         self._special_ids = {token for token, entry in added.items() if entry.special}
         self._is_byte_level = isinstance(self._tokens.decoder, tokenizers.decoders.ByteLevel)
+        self._is_bpe = isinstance(self._tokens.model, tokenizers.models.BPE)
         self._bytes: dict[int, bytes] = {}
 
     @staticmethod
@@ -53,9 +66,48 @@ class Tokenizer:
         """True when the folder holds a tokenizer.json."""
         return (Path(model_dir) / FILE).is_file()
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; a special token that is written in it becomes its one id."""
-        return self._tokens.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Ids of `text`; a special token that is written in it becomes its one id.
+
+        In a thread other threads run meanwhile. TooManyTokensError beyond max_tokens.
+        """
+        # `encode` of the library holds the interpreter lock, the batched call does not.
+        (encoding,) = self._tokens.encode_batch_fast([text], add_special_tokens=False)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokensError(len(encoding), max_tokens)  # the ids alone would take long
+        return encoding.ids
+
+    def min_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least; 0 where nothing is known of the tokenizer.
+
+        Takes no time, so that a text that is far too long need not be encoded.
+        """
+        if self._max_token_chars is None:
+            return 0
+        # NFC composes at most four characters into one, and changes no ASCII text.
+        composed = 1 if text.isascii() else 4
+        return -(-len(text) // (self._max_token_chars * composed))
+
+    @functools.cached_property
+    def _max_token_chars(self) -> int | None:
+        """Characters of normalised text that one token stands for, at most; None: unknown.
+
+        Known where nothing of a text can be lost: byte-level BPE with a token for each byte, whose
+        normaliser composes characters and whose other steps only split.
+        """
+        vocabulary = self._tokens.get_vocab(with_added_tokens=True)
+        added = self._tokens.get_added_tokens_decoder().values()
+        steps = [_settings(self._tokens.pre_tokenizer), _settings(self._tokens.normalizer)]
+        steps = [inner for step in steps for inner in step.get("pretokenizers", [step]) if inner]
+        keeps_text = (
+            self._is_byte_level
+            and self._is_bpe
+            and _byte_alphabet().keys() <= vocabulary.keys()
+            and not any(token.lstrip or token.rstrip for token in added)
+            and all(step["type"] in LOSSLESS_STEPS for step in steps)
+            and all(step.get("behavior") != "Removed" for step in steps)
+        )
+        return max(map(len, vocabulary)) if keeps_text else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -68,7 +120,11 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[dict[str, str]], /, **values: object
     ) -> list[int]:
-        """Ids of a conversation [{"role": ..., "content": ...}], up to where the reply begins.
+        """Ids of a conversation, as `render_chat` writes it."""
+        return self.encode(self.render_chat(messages, **values))
+
+    def render_chat(self, messages: Sequence[dict[str, str]], /, **values: object) -> str:
+        """Text of a conversation [{"role": ..., "content": ...}], up to where the reply begins.
 
         values are variables of the template (`enable_thinking=False`, for example). Raises
         ConfigError when the checkpoint has no chat template or the template raises an error.
@@ -78,10 +134,9 @@ class Tokenizer:
         try:
             template, special_tokens = self._template
             variables = {**special_tokens, **values, "messages": list(messages)}
-            text = template.render(variables, add_generation_prompt=True)
+            return template.render(variables, add_generation_prompt=True)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{self._folder}: the chat template refuses: {error}") from error
-        return self.encode(text)
 
     @functools.cached_property
     def _template(self) -> tuple[Any, dict[str, Any]]:
@@ -201,6 +256,11 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {
         chr(0x100 + index): byte for index, byte in enumerate(others)
     }
+
+
+def _settings(step: Any) -> dict[str, Any]:
+    """What tokenizer.json says of a step; empty where there is none."""
+    return {} if step is None else json.loads(step.__getstate__())
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,39 +1,44 @@
-"""OpenAI's requests and answers: what a body may say, and what comes back in which form.
+"""What the body of a request may say, in OpenAI's form and with our own fields.
 
-    bytes -> CompletionBody, ChatBody -> Sampling        Chunk, Completion -> ResponseWriter -> dict
+    bytes -> parse -> CompletionBody or ChatBody -> samplings, prompts, conversation
 A field that is not here is refused by name, never ignored. Beyond OpenAI's: top_k, min_p,
 repetition_penalty, min_tokens, ignore_eos, stop_token_ids, return_token_ids, chat_template_kwargs,
-speculation. Nothing here waits, and nothing knows of sockets.
+speculation. Nothing here waits, and nothing knows of sockets or tokenizers.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
+import itertools
+import reprlib
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from outrider.model.step import MAX_DRAFT_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 16, 256, 64
+MAX_ID = (1 << 31) - 1
+MAX_SEED = (1 << 63) - 1
 
 
 COMPLETION_TOKENS = 16
 """OpenAI's default max_tokens of a completion; a chat may go on to the end of the context."""
 
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+SAME_IN_SAMPLING = {
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "ignore_eos"),
+}
+"""Fields that go into Sampling as they are."""
+MAX_NAME_CHARS = 64
+"""Longest field name that an error repeats in full."""
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-
-
-TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
-
-
-BodyT = TypeVar("BodyT", bound="Body")
+BodyT = TypeVar("BodyT", bound="Settings")
 
 
 class ApiError(Exception):
@@ -49,19 +54,116 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status = status
         self.retry_after_s = retry_after_s
         self.error = {"message": message, "type": kind, "param": param, "code": code}
+
+    def __str__(self) -> str:
+        return str(self.error["message"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyLimits:
+    """What no request to a server may exceed. Checked before any text is tokenised."""
+
+    max_choices: int
+    """Answers of one request, prompts x n (serve.max_choices)."""
+    max_prompt_tokens: int
+    """Of one prompt (limits.max_model_len - 1)."""
+
+    def check_choices(self, num_prompts: int, n: int) -> None:
+        count = num_prompts * n
+        if count > self.max_choices:
+            why = f"{num_prompts} prompts x n = {n}: {count} answers"
+            rule = f"serve.max_choices = {self.max_choices} is the most for one request"
+            raise ApiError(400, f"{why}; {rule}", param="n")
+
+    def check_prompt(self, num_tokens: int, param: str = "prompt", about: str = "") -> None:
+        """ApiError for a prompt that cannot fit. param: its field; about: "at least "."""
+        most = self.max_prompt_tokens
+        if num_tokens > most:
+            why = f"the prompt has {about}{num_tokens} tokens, {num_tokens - most} too many"
+            rule = f"limits.max_model_len = {most + 1} leaves {most} for a prompt; shorten it"
+            raise ApiError(400, f"{why}: {rule}", param=param)
+
+
+def _rule(text: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{text}", {"text": text})
+
+
+def _prompts(value: Any) -> Any:
+    """The prompts, each a text or token ids. Looks at types and extremes, not at each id."""
+    prompts = [value] if isinstance(value, str) else value
+    kinds = set(map(type, prompts)) if isinstance(prompts, list) else {None}
+    if kinds == {int}:
+        prompts = [value]
+    elif kinds != {list} and not kinds <= {str}:
+        raise _rule("must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if not prompts or not all(prompts):
+        raise _rule("empty: it needs at least 1 token")
+    for ids in (prompt for prompt in prompts if isinstance(prompt, list)):
+        if set(map(type, ids)) != {int}:
+            raise _rule("token ids must be whole numbers")
+        if min(ids) < 0 or max(ids) > MAX_ID:
+            wrong = next(i for i in ids if not 0 <= i <= MAX_ID)
+            raise _rule(f"token id {reprlib.repr(wrong)}: ids lie in [0, {MAX_ID}]")
+    return prompts
+
+
+def _stop(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not set(map(type, texts)) <= {str}:
+        raise _rule("must be a text or a list of texts")
+    if len(texts) > MAX_STOPS:
+        raise _rule(f"{len(texts)} texts: at most {MAX_STOPS} are allowed")
+    for text in texts:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise _rule(f"a text of {len(text)} characters: each may have 1 to {MAX_STOP_CHARS}")
+    return texts
+
+
+def _content(value: Any) -> str:
+    """The text of a message; several parts are joined."""
+    if isinstance(value, str):
+        return value
+    parts: list[Any] = value if isinstance(value, list) else [None]
+    for part in parts:
+        keys = part.keys() if isinstance(part, dict) else ()
+        if keys != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
+            raise _rule('must be a text, or a list of parts {"type": "text", "text": "..."}')
+    return "".join(part["text"] for part in parts)
+
+
+def _bias(value: dict[str, float]) -> dict[int, float]:
+    for key in value:
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and str(int(key)) == key):
+            raise _rule(f"{reprlib.repr(key)} is no token id: keys are whole numbers in quotes")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _template_values(value: dict[str, Any]) -> dict[str, Any]:
+    if not set(map(type, value.values())) <= {bool, int, float, str}:
+        raise _rule("each value must be a text, a number, true or false")
+    if taken := {"messages", "add_generation_prompt"} & value.keys():
+        raise _rule(f"{min(taken)} is set by the server")
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
+TokenCount = Annotated[int, Field(ge=1, le=MAX_ID)]
+Bias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIAS),
+    pydantic.AfterValidator(_bias),
+]
+TemplateValues = Annotated[dict[str, Any], pydantic.AfterValidator(_template_values)]
 
 
 class Body(pydantic.BaseModel):
     """Exact types (a number is no text), no NaN, no field that we do not know."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    def check(self) -> None:
-        """ApiError for fields that are fine alone and not together."""
 
 
 class StreamOptions(Body):
@@ -79,26 +181,17 @@ class Settings(Body):
     max_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_ID)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stop)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    logit_bias: (
-        Annotated[
-            dict[
-                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
-                Annotated[float, Field(ge=-100, le=100)],
-            ],
-            Field(max_length=MAX_LOGIT_BIAS),
-        ]
-        | None
-    ) = None
-    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    logit_bias: Bias | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
     ignore_eos: bool = False
     return_token_ids: bool = False
     user: Annotated[str, Field(max_length=256)] | None = None
@@ -107,89 +200,74 @@ class Settings(Body):
     speculation: Speculation = Speculation()
 
     @property
-    def top(self) -> int | None:
-        """Likeliest tokens to report with each token; None: no log probabilities."""
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each token; None: no log probabilities at all."""
         raise NotImplementedError
 
     @property
-    def ceiling(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
+        """Tokens of an answer at most, as the client asked; None: as many as the context holds."""
         return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(self.stop or ())
 
-    def samplings(self, room: int) -> list[Sampling]:
-        """One for each of the n choices of a prompt. room: tokens the context has left for it."""
-        most = max(1, room if self.ceiling is None else min(self.ceiling, room))
-        if self.ceiling is not None and self.min_tokens > self.ceiling:
-            raise ApiError(
-                400, f"min_tokens = {self.min_tokens}: more than max_tokens", param="min_tokens"
-            )
-        seed = None if self.seed is None else self.seed & ((1 << 63) - 1)
-        keys: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (
-                "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-                "repetition_penalty", "ignore_eos",
-            )
-        }  # fmt: skip
-        keys |= {
-            "max_tokens": most,
-            "min_tokens": min(self.min_tokens, most),
+    def samplings(self, context_left: int) -> list[Sampling]:
+        """One for each of the n choices of a prompt that leaves `context_left` tokens."""
+        asked = self.max_answer_tokens
+        max_tokens = max(1, context_left if asked is None else min(asked, context_left))
+        keys = self.model_dump(include=SAME_IN_SAMPLING) | {
+            "max_tokens": max_tokens,
+            "min_tokens": min(self.min_tokens, max_tokens),
             "top_k": max(self.top_k, 0),
-            "logit_bias": tuple((int(i), v) for i, v in (self.logit_bias or {}).items()),
-            "logprobs": self.top,
+            "logit_bias": tuple((self.logit_bias or {}).items()),
+            "logprobs": self.num_logprobs,
             "stop_ids": tuple(self.stop_token_ids or ()),
             "draft_tokens": self.speculation.draft_tokens,
         }
-        seeds = (None if seed is None else (seed + i) & ((1 << 63) - 1) for i in range(self.n))
-        return [Sampling(seed=one, **keys) for one in seeds]
+        first = self.seed
+        seeds = (None if first is None else (first + i) & MAX_SEED for i in range(self.n))
+        return [Sampling(seed=seed, **keys) for seed in seeds]
 
-    def check(self) -> None:
+    def check(self, limits: BodyLimits | None) -> None:
+        """ApiError for fields that are right alone and not together, or that exceed the limits."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream", param="stream_options")
+        most = self.max_answer_tokens
+        if most is not None and self.min_tokens > most:
+            why = f"min_tokens = {self.min_tokens}: more than max_tokens = {most}"
+            raise ApiError(400, why, param="min_tokens")
 
 
 class CompletionBody(Settings):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    """A list of prompts, whatever the form it came in: texts, or lists of token ids."""
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
-    def top(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def ceiling(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         return self.max_tokens or COMPLETION_TOKENS
 
-    def prompts(self) -> list[str | list[int]]:
-        given: Any = self.prompt
-        if isinstance(given, str) or not given or isinstance(given[0], int):
-            return [given]
-        return given
-
-    def check(self) -> None:
-        super().check()
+    def check(self, limits: BodyLimits | None) -> None:
+        super().check(limits)
         if self.echo and self.logprobs is not None:
             raise ApiError(400, "logprobs: not supported together with echo", param="logprobs")
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
+        if limits is not None:
+            limits.check_choices(len(self.prompt), self.n)
+            limits.check_prompt(
+                max((len(ids) for ids in self.prompt if isinstance(ids, list)), default=0)
+            )
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+    content: Annotated[str, BeforeValidator(_content)]
 
 
 class ChatBody(Settings):
@@ -197,52 +275,67 @@ class ChatBody(Settings):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    chat_template_kwargs: TemplateValues | None = None
 
     @property
-    def top(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def ceiling(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def check(self) -> None:
-        super().check()
+    def conversation(self) -> list[dict[str, str]]:
+        """What the chat template gets. `developer` is another name of `system`.
+
+        The leading system messages become one: templates refuse a second.
+        """
+        said = [
+            ("system" if message.role == "developer" else message.role, message.content)
+            for message in self.messages
+        ]
+        leading = list(itertools.takewhile(lambda one: one[0] == "system", said))
+        if leading:
+            said[: len(leading)] = [("system", "\n\n".join(content for _, content in leading))]
+        return [{"role": role, "content": content} for role, content in said]
+
+    def check(self, limits: BodyLimits | None) -> None:
+        super().check(limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs")
         if None not in (both := {self.max_tokens, self.max_completion_tokens}) and len(both) == 2:
-            raise ApiError(
-                400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens"
-            )
-        taken = {"messages", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
-        if taken:
-            raise ApiError(
-                400, f"chat_template_kwargs.{min(taken)}: set by us", param="chat_template_kwargs"
-            )
+            why = "max_tokens and max_completion_tokens differ: give one"
+            raise ApiError(400, why, param="max_tokens")
+        if limits is not None:
+            limits.check_choices(1, self.n)
 
 
-def parse(kind: type[BodyT], data: bytes) -> BodyT:
-    """The body, or an ApiError 400 that names the first field that is wrong."""
+def parse(kind: type[BodyT], data: bytes, limits: BodyLimits | None = None) -> BodyT:
+    """The body, or an ApiError 400 that names the first field that is wrong and its rule."""
     try:
         body = kind.model_validate_json(data)
-        body.check()
-        return body
     except pydantic.ValidationError as problem:
-        first = problem.errors(include_url=False, include_context=False)[0]
-    where = [str(part) for part in first["loc"] if not _is_branch(part)]
-    name = ".".join(where)
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(where[-1], kind.model_fields, n=1, cutoff=0.8)
-        hint = f"; did you mean {close[0]}?" if close and len(where) == 1 else ""
-        raise ApiError(
-            400, f"{name}: not supported by this server{hint}", param=name, code="unsupported"
-        )
-    rule = first["msg"]
-    raise ApiError(400, f"{name}: {rule}" if name else f"the body: {rule}", param=name or None)
+        raise _refusal(kind, problem.errors(include_url=False)[0]) from None
+    body.check(limits)
+    return body
 
 
-def _is_branch(part: object) -> bool:
-    """A word of pydantic's for one kind of a union, not a name of ours: `list[str]`, `str`."""
-    words = r"(list|dict|function)[-\[].*|constrained-.*|str|int|float|bool|\[key\]"
-    return isinstance(part, str) and re.fullmatch(words, part) is not None
+def _refusal(kind: type[Body], problem: Any) -> ApiError:
+    """problem: pydantic's description of what is wrong; its `loc` holds names and indices."""
+    name = ".".join(_shortened(str(part)) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = kind.model_fields if len(problem["loc"]) == 1 else ()
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        why = f"{name or repr(name)}: not supported by this server{hint}"
+        return ApiError(400, why, param=name, code="unsupported")
+    if not problem["loc"]:
+        return ApiError(400, f"the body: {problem['msg']}")
+    if problem["type"] in ("rule", "missing"):
+        return ApiError(400, f"{name}: {problem['msg']}", param=name)
+    value = reprlib.repr(problem["input"])
+    return ApiError(400, f"{name} = {value}: {problem['msg']}", param=name)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."

@@ -1,29 +1,30 @@
 """The HTTP endpoints over a Driver: a plain ASGI application that knows nothing of Ray.
 
-    AuthMiddleware -> parse -> Driver.submit -> Handle -> one JSON object or server-sent events
-A request ends with its client: when the connection goes, its handles are aborted. What cannot be
-taken now is a 429 with Retry-After or a 503, before any byte of an answer.
+    AuthMiddleware -> BodyReader -> PromptEncoder -> Driver.submit -> Handle -> ResponseWriter
+What cannot be taken now is a 429 or a 503 with Retry-After, before any byte of an answer. Work that
+grows with a body is done beside the event loop: reading.py and prompts.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.handle import Handle, merge
-from outrider.actors.driver.messages import Completion, GenerationRequest, RequestStats
+from outrider.actors.driver.messages import Chunk, GenerationRequest
 from outrider.actors.errors import (
     EngineDeadError,
     QueueFullError,
@@ -31,30 +32,22 @@ from outrider.actors.errors import (
     RequestError,
     RequestFailedError,
 )
-from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings, parse
+from outrider.actors.http.bodies import ApiError, BodyLimits, ChatBody, CompletionBody, Settings
 from outrider.actors.http.metrics import Metrics
 from outrider.actors.http.middleware import AuthMiddleware, error_response, json_response
-from outrider.actors.http.responses import ResponseWriter, usage_of
-from outrider.model.config import ConfigError
+from outrider.actors.http.prompts import PromptEncoder
+from outrider.actors.http.reading import BodyReader
+from outrider.actors.http.requests import EventStream, HttpRequest
+from outrider.actors.http.responses import ResponseWriter
 from outrider.model.text import Tokenizer
-
-T = TypeVar("T")
-
 
 log = logging.getLogger(__name__)
 
 
 DONE = b"data: [DONE]\n\n"
-
-
-CLIENT_GONE = 499
-
-
-LONG_TEXT = 20_000
-"""Characters from which a prompt is tokenised in a thread, so that streams go on meanwhile."""
-
-
-MOST_RETRY_S = 60
+MAX_RETRY_S = 60
+LONG_CHUNK_TOKENS = 256
+"""Longer chunks are written in a thread: one for a slow client holds all since the one before."""
 
 
 class Endpoints:
@@ -70,13 +63,20 @@ class Endpoints:
         about: Callable[[], dict[str, Any]],
         keys: Sequence[bytes] = (),
     ) -> None:
-        """model: its name. about: what /health tells. keys: SHA-256 of each API key; none: open."""
+        """about: what /health tells. keys: SHA-256 digests; with none of them everyone may ask."""
         self._driver, self._tokenizer, self._serve = driver, tokenizer, serve
         self._model, self._about = model, about
         self._created = int(time.time())
         self._draining = False
-        self._mean_s = 1.0
-        """Moving average of a request's time, for Retry-After."""
+        self._open: set[HttpRequest] = set()
+        """Requests whose answers are not complete yet."""
+        self._mean_request_s = 1.0
+        """Moving average, for Retry-After."""
+        limits = BodyLimits(
+            max_choices=serve.max_choices, max_prompt_tokens=driver.limits.max_model_len - 1
+        )
+        self._bodies = BodyReader(limits)
+        self._prompts = PromptEncoder(tokenizer, limits)
         self.metrics = Metrics(driver.stats)
         routes = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
         for method, path, handler in (
@@ -95,9 +95,24 @@ class Endpoints:
             routes, keys, serve.max_body_bytes, self.metrics.answered
         )
 
-    def drain(self) -> None:
-        """From now on new requests are refused with 503; those under way go on."""
+    def start(self) -> None:
+        """Start what the first large body would else wait for."""
+        self._bodies.start()
+
+    def close(self) -> None:
+        """The driver is somebody else's to close."""
+        self._bodies.close()
+
+    def drain(self, *, cut: bool = False) -> int:
+        """Refuse new requests with 503 from now on -> how many are still open; they go on.
+
+        cut: end the open ones too; each answer ends with an error that says so.
+        """
         self._draining = True
+        if cut:
+            for request in self._open:
+                request.cut()
+        return len(self._open)
 
     async def _health(self) -> Response:
         dead = self._driver.error
@@ -113,13 +128,13 @@ class Endpoints:
         return json_response(self._driver.stats() | {"tasks": tasks, "engine": self._about()})
 
     async def _models(self) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def _one_model(self, name: str) -> Response:
         self._check_model(name)
-        return json_response(self._card())
+        return json_response(self._model_card())
 
-    def _card(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         length = self._driver.limits.max_model_len
         return {
             "id": self._model, "object": "model", "created": self._created,
@@ -127,80 +142,54 @@ class Endpoints:
         }  # fmt: skip
 
     async def _completions(self, request: Request) -> Response:
-        body = parse(CompletionBody, await request.body())
-        given = body.prompts()
-        prompts = [await self._encode(prompt, "prompt") for prompt in given]
-        echoes = []
-        if body.echo:
-            echoes = [p if isinstance(p, str) else self._decode(p) for p in given]
-            echoes = [text for text in echoes for _ in range(body.n)]
-        form = self._form(body, chat=False, echoes=echoes, logprobs=body.logprobs is not None)
-        return await self._answer(request, body, form, prompts, "prompt")
+        self._check_draining()
+        body = await self._bodies.read(CompletionBody, await request.body())
+        self._check_model(body.model)
+        prompts = await self._prompts.encode(body.prompt)
+        echoes = await self._prompts.texts(body.prompt) if body.echo else []
+        echoes = [text for text in echoes for _ in range(body.n)]
+        writer = ResponseWriter(
+            body=body, model=self._model, tokenizer=self._tokenizer, echoes=echoes
+        )
+        return await self._answer(request, body, writer, prompts, "prompt")
 
     async def _chat(self, request: Request) -> Response:
-        body = parse(ChatBody, await request.body())
-        if self._tokenizer is None:
-            raise ApiError(400, "this checkpoint has no tokenizer: use /v1/completions with ids")
-        said = [message.plain() for message in body.messages]
-        try:
-            prompt = await _maybe_in_thread(
-                sum(len(m["content"]) for m in said),
-                lambda text: text.apply_chat_template(said, **(body.chat_template_kwargs or {})),
-                self._tokenizer,
-            )
-        except ConfigError as error:  # the template's own refusal, without the folder's name
-            raise ApiError(400, str(error).partition(": ")[2], param="messages") from None
-        form = self._form(body, chat=True, echoes=(), logprobs=body.logprobs)
-        return await self._answer(request, body, form, [prompt], "messages")
-
-    def _form(
-        self, body: Settings, *, chat: bool, echoes: Sequence[str], logprobs: bool
-    ) -> ResponseWriter:
-        return ResponseWriter(
-            chat=chat,
-            model=self._model,
-            tokenizer=self._tokenizer,
-            echoes=echoes,
-            token_ids=body.return_token_ids,
-            logprobs=logprobs,
-            usage_last=bool(body.stream_options and body.stream_options.include_usage),
-        )
+        self._check_draining()
+        body = await self._bodies.read(ChatBody, await request.body())
+        self._check_model(body.model)
+        prompt = await self._prompts.encode_chat(body)
+        writer = ResponseWriter(body=body, model=self._model, tokenizer=self._tokenizer)
+        return await self._answer(request, body, writer, [prompt], "messages")
 
     async def _answer(
         self,
         request: Request,
         body: Settings,
-        form: ResponseWriter,
+        writer: ResponseWriter,
         prompts: Sequence[list[int]],
         param: str,
     ) -> Response:
-        """Check, queue, wait for a slot; then the answer, whole or as a stream."""
-        self._check_model(body.model)
-        choices = len(prompts) * body.n
-        if not 1 <= choices <= self._serve.max_choices:
-            rule = f"1 to serve.max_choices = {self._serve.max_choices} may be asked for at once"
-            raise ApiError(
-                400, f"{len(prompts)} prompts x n = {body.n}: {choices} answers; {rule}",
-                param="n" if prompts else param,
-            )  # fmt: skip
-        job = HttpRequest(self._driver, self._submit(body, prompts, param), prompts, body)
+        """Queue, wait for a slot; then the answer, whole or as a stream. param: of the prompts."""
+        self._check_draining()
+        handles = await self._submit(body, prompts, param)
+        http_request = HttpRequest(self._driver, handles, prompts, body, self._open)
         try:
-            await job.watching(request, self._wait_for_slot(job))
+            await http_request.watching(request, self._wait_for_slot(http_request))
             if body.stream:
-                return EventStream(self._events(job, form), job)
-            answers = await job.watching(request, job.results())
+                return EventStream(self._events(http_request, writer), http_request)
+            answers = await http_request.watching(request, http_request.results())
         except BaseException as error:
-            job.abort()
+            http_request.close()
             raise self._refusal(error, param) from None
-        self._book(job)
-        return json_response(form.whole(answers, job.usage()))
+        http_request.close()
+        self._record(http_request)
+        content = await asyncio.to_thread(writer.whole, answers, http_request.usage())
+        return Response(content, media_type="application/json")
 
-    def _submit(self, body: Settings, prompts: Sequence[list[int]], param: str) -> list[Handle]:
+    async def _submit(
+        self, body: Settings, prompts: Sequence[list[int]], param: str
+    ) -> list[Handle]:
         """All choices of all prompts, or none."""
-        if self._draining:
-            raise ApiError(
-                503, "this server is shutting down", kind="server_error", code="draining"
-            )
         changed, handles = asyncio.Event(), []
         try:
             self._driver.check_queue(len(prompts) * body.n)
@@ -208,28 +197,29 @@ class Endpoints:
                 for sampling in body.samplings(self._driver.limits.room_for(len(prompt))):
                     one = GenerationRequest(prompt=prompt, sampling=sampling, stop=body.stops)
                     handles.append(self._driver.submit(one, changed))
+                    await asyncio.sleep(0)  # the driver looks at each id of each choice
         except (ApiError, RequestError, EngineDeadError) as error:
             for handle in handles:
                 self._driver.abort(handle.request.number)
             raise self._refusal(error, param) from None
         return handles
 
-    async def _wait_for_slot(self, job: HttpRequest) -> None:
-        """Until the first choice has a slot: QueueTimeout when none comes in time."""
+    async def _wait_for_slot(self, http_request: HttpRequest) -> None:
+        """Returns when the first choice has a slot; ApiError 429 when none comes in time."""
         limit_s = self._serve.queue_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await job.handles[0].slot_or_end()
+                await http_request.handles[0].slot_or_end()
         except TimeoutError:
-            raise self._later(
+            raise self._too_busy(
                 f"no slot came free within serve.queue_timeout_s = {limit_s:g} s", "queue_timeout"
             ) from None
-        self.metrics.joined(time.perf_counter() - job.started_s)
+        self.metrics.joined(time.perf_counter() - http_request.started_s)
 
     def _refusal(self, error: BaseException, param: str) -> BaseException:
         """The answer for what the driver raised; anything else as it is."""
         if isinstance(error, QueueFullError):
-            return self._later(str(error), "queue_full")
+            return self._too_busy(str(error), "queue_full")
         if isinstance(error, RequestError):
             named = ("logit_bias", "stop")
             name = next((word for word in named if str(error).startswith(word)), param)
@@ -238,54 +228,58 @@ class Endpoints:
             return ApiError(500, str(error), kind="server_error", code="request_failed")
         if isinstance(error, EngineDeadError):
             return ApiError(503, str(error), kind="server_error", code="engine_dead")
+        if isinstance(error, RequestAbortedError):
+            limit_s = self._serve.drain_timeout_s
+            rule = f"the answer took longer than serve.drain_timeout_s = {limit_s:g} s"
+            return self._shutting_down(f"this server shuts down, and {rule}")
         return error
 
-    def _later(self, why: str, code: str) -> ApiError:
+    def _check_draining(self) -> None:
+        if self._draining:
+            raise self._shutting_down("this server shuts down: send the request again later")
+
+    def _shutting_down(self, why: str) -> ApiError:
+        wait_s = min(MAX_RETRY_S, max(1, math.ceil(self._serve.drain_timeout_s)))
+        return ApiError(503, why, kind="server_error", code="draining", retry_after_s=wait_s)
+
+    def _too_busy(self, why: str, code: str) -> ApiError:
         stats = self._driver.stats()
         rounds = (stats["queued"] + 1) / self._driver.limits.max_slots
-        wait_s = min(MOST_RETRY_S, max(1, math.ceil(rounds * self._mean_s)))
+        wait_s = min(MAX_RETRY_S, max(1, math.ceil(rounds * self._mean_request_s)))
         return ApiError(429, why, kind="rate_limit_error", code=code, retry_after_s=wait_s)
 
-    async def _events(self, job: HttpRequest, form: ResponseWriter) -> AsyncIterator[bytes]:
+    async def _events(
+        self, http_request: HttpRequest, writer: ResponseWriter
+    ) -> AsyncIterator[bytes]:
         """Server-sent events; what ends the answer early ends them with an error event."""
         try:
-            async for index, chunk in merge(job.handles):
-                ids = job.handles[index].request.prompt
-                for event in form.piece(index, chunk, ids):
-                    yield _event(event)
-        except (EngineDeadError, RequestFailedError) as error:
+            async for index, chunk in merge(http_request.handles):
+                prompt = http_request.handles[index].request.prompt
+                write = functools.partial(_events, writer, index, chunk, prompt)
+                is_long = len(chunk.token_ids) > LONG_CHUNK_TOKENS
+                if events := await asyncio.to_thread(write) if is_long else write():
+                    yield events
+        except (EngineDeadError, RequestFailedError, RequestAbortedError) as error:
+            if isinstance(error, RequestAbortedError) and not http_request.was_cut:
+                raise  # the client has closed the connection
             refusal = self._refusal(error, "")
             assert isinstance(refusal, ApiError)
             yield _event({"error": refusal.error})
             return
-        self._book(job)
-        if form.usage_last:
-            yield _event(form.last(job.usage()))
+        self._record(http_request)
+        if writer.with_usage:
+            yield _event(writer.usage_event(http_request.usage()))
         yield DONE
 
-    def _book(self, job: HttpRequest) -> None:
-        total_s = time.perf_counter() - job.started_s
-        self._mean_s += (total_s - self._mean_s) / 16
-        for request in job.requests:
-            self.metrics.finished(
-                request.stats(), total_s, len(request.prompt), len(request.emitted)
-            )
-        if job.user:
-            log.info("answered %d choices for user %r", len(job.handles), job.user)
-
-    async def _encode(self, prompt: str | list[int], param: str) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        try:
-            return await _maybe_in_thread(len(prompt), self._driver.encode, prompt)
-        except RequestError as error:
-            raise ApiError(400, str(error), param=param) from None
-
-    def _decode(self, ids: list[int]) -> str:
-        if self._tokenizer is None:
-            raise ApiError(400, "echo: this checkpoint has no tokenizer", param="echo")
-        most = self._driver.limits.vocab_size
-        return self._tokenizer.decode([i for i in ids if i < most])
+    def _record(self, http_request: HttpRequest) -> None:
+        """Metrics of an answered request, and its user in the log."""
+        total_s = time.perf_counter() - http_request.started_s
+        self._mean_request_s += (total_s - self._mean_request_s) / 16
+        for one in http_request.requests:
+            self.metrics.finished(one.stats(), total_s, len(one.prompt), len(one.emitted))
+        if http_request.user is not None:
+            choices = len(http_request.requests)
+            log.info("answered user %r: choices: %d", http_request.user, choices)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):
@@ -295,87 +289,8 @@ class Endpoints:
             )  # fmt: skip
 
 
-class HttpRequest:
-    """The handles of one HTTP request; they end together when the client goes."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        handles: Sequence[Handle],
-        prompts: Sequence[list[int]],
-        body: Settings,
-    ) -> None:
-        self._driver = driver
-        self.handles = handles
-        self.requests = [handle.request for handle in handles]
-        self.user = body.user
-        self.started_s = time.perf_counter()
-        self._num_prompt_tokens = sum(map(len, prompts))
-
-    def abort(self) -> None:
-        """Does nothing to those that have ended."""
-        for handle in self.handles:
-            self._driver.abort(handle.request.number)
-
-    async def results(self) -> list[Completion]:
-        return [await handle.result() for handle in self.handles]
-
-    def stats(self) -> list[RequestStats]:
-        return [request.stats() for request in self.requests]
-
-    def usage(self) -> dict[str, Any]:
-        answered = sum(len(request.emitted) for request in self.requests)
-        return usage_of(self._num_prompt_tokens, answered, self.stats())
-
-    async def watching(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, unless the client goes first: ApiError 499, which nobody reads."""
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ApiError(CLIENT_GONE, "the client closed the connection")
-            return task.result()
-        finally:
-            for one in (task, gone):
-                one.cancel()
-
-
-class EventStream(Response):
-    """Server-sent events that end with the connection, also while there is nothing to send."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], job: HttpRequest) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._job = events, job
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.ensure_future(_gone(receive))
-        watch.add_done_callback(lambda done: None if done.cancelled() else self._job.abort())
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        try:
-            await send(start)
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (RequestAbortedError, OSError):
-            log.debug("the client closed the connection of a stream")
-        finally:
-            watch.cancel()
-            self._job.abort()
-
-
-async def _gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _maybe_in_thread(length: int, work: Callable[[Any], T], argument: Any) -> T:
-    if length < LONG_TEXT:
-        return work(argument)
-    return await asyncio.to_thread(work, argument)
+def _events(writer: ResponseWriter, index: int, chunk: Chunk, prompt: Sequence[int]) -> bytes:
+    return b"".join(map(_event, writer.events(index, chunk, prompt)))
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -1,6 +1,6 @@
 """How an answer is written in OpenAI's form: whole, or as the events of a stream.
 
-    Completion, Chunk -> ResponseWriter -> dict
+    Completion -> ResponseWriter.whole -> JSON        Chunk -> ResponseWriter.events -> dicts
 Nothing here waits, and nothing knows of sockets.
 """
 
@@ -12,72 +12,86 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
-from outrider.model.text import REPLACEMENT, Tokenizer
+from outrider.actors.http.bodies import ChatBody, Settings
+from outrider.model.text import Tokenizer
 
 
 @dataclass(kw_only=True)
 class ResponseWriter:
-    """How one request's answer is written."""
+    """Writes the answer of one HTTP request, all its choices."""
 
-    chat: bool
+    body: Settings
+    """What the client asked for, also of the answer's form."""
     model: str
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """By choice: text that comes before the answer's own."""
-    token_ids: bool = False
-    logprobs: bool = False
-    usage_last: bool = False
-    """A stream ends with a chunk of the usage alone, and every other says `usage: null`."""
     created: int = field(default_factory=lambda: int(time.time()))
-    id: str = ""
     _offsets: dict[int, int] = field(default_factory=dict)
-    """By choice: characters of tokens so far, for text_offset; set once the stream has begun"""
+    """By choice: characters of its answer so far, for text_offset; set by its first event."""
 
     def __post_init__(self) -> None:
-        self.id = self.id or ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
+        self.chat = isinstance(self.body, ChatBody)
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
+        options = self.body.stream_options
+        self.with_usage = options is not None and options.include_usage
+        """A stream ends with an event of the usage alone, and every other says `usage: null`."""
 
-    def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = []
-        for index, answer in enumerate(answers):
-            text = self._echo(index) + answer.text
-            choice: dict[str, Any] = {"index": index}
-            choice |= (
-                {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            )
-            choice["logprobs"] = self._logprobs(index, answer.logprobs)
-            choice["finish_reason"] = answer.finish_reason
-            if self.token_ids:
-                choice |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
-            choices.append(choice)
-        return self._object("chat.completion", choices) | {"usage": usage}
+    def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> bytes:
+        """The JSON of an answer that is no stream."""
+        choices = [
+            msgspec.Raw(msgspec.json.encode(self._choice(index, answer)))
+            for index, answer in enumerate(answers)
+        ]
+        return msgspec.json.encode(self._object("chat.completion", choices) | {"usage": usage})
 
-    def piece(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The stream's events for one chunk; the first of a choice may have one before it."""
-        begins = index not in self._offsets
-        text = (self._echo(index) if begins else "") + chunk.text
+    def events(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The events of a stream for one chunk of a choice; none while there is nothing to say."""
+        is_first = index not in self._offsets
         logprobs = self._logprobs(index, chunk.logprobs)
-        told = bool(text or chunk.finish_reason or logprobs or (self.token_ids and chunk.token_ids))
-        choice: dict[str, Any] = {"index": index}
-        choice |= {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        choice |= {"logprobs": logprobs, "finish_reason": chunk.finish_reason}
-        if self.token_ids:
-            choice["token_ids"] = chunk.token_ids
-            choice |= {"prompt_token_ids": prompt_ids} if begins and not self.chat else {}
-        choices = [choice] if told else []
-        if self.chat and begins:
-            start = {"index": index, "delta": {"role": "assistant", "content": ""}}
-            start |= {"logprobs": None, "finish_reason": None}
-            start |= {"prompt_token_ids": prompt_ids} if self.token_ids else {}
-            choices.insert(0, start)
-        extra = {"usage": None} if self.usage_last else {}
-        return [self._object("chat.completion.chunk", [one]) | extra for one in choices]
+        text = (self._echo(index) if is_first else "") + chunk.text
+        ids = {"token_ids": chunk.token_ids} if self.body.return_token_ids else {}
+        prompt = {"prompt_token_ids": prompt_ids} if self.body.return_token_ids and is_first else {}
+        has_news = bool(text or logprobs or ids.get("token_ids"))
+        finish = chunk.finish_reason
+        choices: list[dict[str, Any]] = []
+        if not self.chat:
+            if has_news or finish:
+                told = {"text": text, "logprobs": logprobs, "finish_reason": finish}
+                choices.append(told | ids | prompt)
+        else:
+            silent = {"logprobs": None, "finish_reason": None}
+            if is_first:
+                choices.append({"delta": {"role": "assistant", "content": ""}} | silent | prompt)
+            if has_news:
+                told = {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+                choices.append(told | ids)
+            if finish:
+                choices.append({"delta": {}} | silent | {"finish_reason": finish})
+        extra = {"usage": None} if self.with_usage else {}
+        return [
+            self._object("chat.completion.chunk", [{"index": index, **choice}]) | extra
+            for choice in choices
+        ]
 
-    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The chunk with the usage, behind all others."""
+    def usage_event(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The event with the usage, after all others."""
         return self._object("chat.completion.chunk", []) | {"usage": usage}
 
-    def _object(self, chat_object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        text = self._echo(index) + answer.text
+        message = {"message": {"role": "assistant", "content": text}}
+        choice = {"index": index, **(message if self.chat else {"text": text})}
+        choice["logprobs"] = self._logprobs(index, answer.logprobs)
+        choice["finish_reason"] = answer.finish_reason
+        if self.body.return_token_ids:
+            choice |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
+        return choice
+
+    def _object(self, chat_object: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": chat_object if self.chat else "text_completion",
@@ -92,43 +106,66 @@ class ResponseWriter:
     def _logprobs(
         self, index: int, rows: Sequence[Sequence[tuple[int, float]]]
     ) -> dict[str, Any] | None:
-        """rows: of each token its (id, log probability), then those of the likeliest."""
+        """rows: of each token its (id, log probability), then those of the most likely tokens."""
         offset = self._offsets.setdefault(index, 0)
-        if not self.logprobs:
+        if self.body.num_logprobs is None:
             return None
         if self.chat:
             content = [
-                self._entry(*row[0]) | {"top_logprobs": [self._entry(*o) for o in row[1:]]}
+                self._entry(*row[0]) | {"top_logprobs": [self._entry(*top) for top in row[1:]]}
                 for row in rows
             ]
             return {"content": content, "refusal": None} if rows else None
-        tokens = [self._text(row[0][0]) for row in rows]
         offsets = []
-        for token in tokens:
+        for row in rows:
             offsets.append(offset)
-            offset += len(token)
+            offset += self._num_characters(row[0][0])
         self._offsets[index] = offset
         return {
-            "tokens": tokens,
+            "tokens": [self._name(row[0][0]) for row in rows],
             "token_logprobs": [row[0][1] for row in rows],
-            "top_logprobs": [{self._text(i): value for i, value in row[1:]} for row in rows],
+            "top_logprobs": [self._by_name(row[1:]) for row in rows],
             "text_offset": offsets,
         }
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        """A token of a chat's log probabilities; bytes null where it is part of a character."""
-        text = self._text(token)
-        whole = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": value, "bytes": whole}
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """A token of a chat's log probabilities; bytes null where nothing is known of it."""
+        name = self._name(token, escape="")
+        return {"token": name, "logprob": logprob, "bytes": list(self._bytes(token)) or None}
 
-    def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token_text(token)
+    def _by_name(self, tokens: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """As many entries as tokens: one that is written like another is named by its id."""
+        named: dict[str, float] = {}
+        for token, logprob in tokens:
+            name = self._name(token)
+            named[f"token_id:{token}" if name in named else name] = logprob
+        return named
+
+    def _name(self, token: int, escape: str = "bytes:") -> str:
+        """How a token is written: its text, or its bytes if they are a part of a character.
+
+        OpenAI marks the latter with "bytes:" in completions, and not in chats.
+        """
+        data = self._bytes(token)
+        try:
+            return data.decode() or f"token_id:{token}"
+        except UnicodeDecodeError:
+            return escape + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _num_characters(self, token: int) -> int:
+        """Characters of the answer's text that begin in this token."""
+        if self.tokenizer is None or not self.tokenizer.without_special([token]):
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self._bytes(token))
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
 
 def usage_of(
     prompt_tokens: int, completion_tokens: int, stats: Sequence[RequestStats]
 ) -> dict[str, Any]:
-    """prompt_tokens counts each prompt once, whatever n."""
+    """OpenAI's `usage`, with the counts of speculation. prompt_tokens: each prompt once."""
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
     return {
         "prompt_tokens": prompt_tokens,

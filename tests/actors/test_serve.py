@@ -6,22 +6,29 @@ Every answer is compared with the offline engine's without drafts, and drafts ar
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
 import random
 import re
+import secrets
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
+import ray
 import yaml
+from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from outrider.actors.engine import Sampling
-from outrider.actors.serve import build
-from outrider.model.config import load_config
+from outrider.actors.serve import api_keys, application, build, serving_spec
+from outrider.model.config import ConfigError, load_config
 from outrider.model.text import Tokenizer
 from tests.actors.parameters import MAX_TOKENS, cases
 from tests.actors.served import QUEUE, SLOTS, K, Served, one_client
@@ -229,6 +236,20 @@ def test_32_streams_of_all_kinds_are_each_the_offline_answer(served: Served) -> 
     assert after["accepted"] > before["accepted"]
 
 
+def test_the_user_of_an_answer_is_in_the_replicas_log(served: Served) -> None:
+    users = [f"user {secrets.token_hex(4)}\n" for _ in range(3)]
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "n": 2}
+    for user, stream in zip(users[:2], (False, True), strict=True):
+        httpx.post(served.url + "/completions", json=body | {"user": user, "stream": stream})
+    refused = httpx.post(served.url + "/completions", json=body | {"user": users[2], "n": 0})
+    assert refused.status_code == 400
+    context = ray.get_runtime_context()
+    logs = Path(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
+    text = "".join(file.read_text("utf-8") for file in logs.glob("replica_outrider_*.log"))
+    told = [f"answered user {user!r}: choices: 2" in text for user in users]
+    assert told == [True, True, False]
+
+
 def test_two_runs_are_byte_identical(served: Served) -> None:
     def answer() -> bytes:
         body = {"prompt": PROMPTS[3], "max_tokens": 32, "temperature": 0.9, "seed": 11, "n": 2}
@@ -269,3 +290,56 @@ def test_more_than_queue_and_slots_hold_are_429_and_the_rest_are_answered(served
         assert refused.json()["error"]["code"] == "queue_full"
     assert len({a.json()["choices"][0]["text"] for a in answers if a.status_code == 200}) == 1
     served.settle()
+
+
+def test_replicas_that_drain_answer_503_until_their_streams_have_ended(
+    served: Served, repo: Path
+) -> None:
+    """By the command of docs/serving.md, on the cluster of the other server."""
+    text = (repo / "docs/serving.md").read_text("utf-8")
+    (command,) = re.findall(r"^(python -c .*?\)')$", text, re.DOTALL | re.MULTILINE)
+    command = command.replace("default", "ends").replace("python", sys.executable, 1)
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    spec = serving_spec(None, {"model": str(TINY), "tensor_parallel": 1, "draft_tokens": 0})
+    serve.run(application(spec), name="ends", route_prefix="/ends")
+    root, body = served.root + "/ends", {"prompt": "a", "temperature": 0}
+    try:
+        with httpx.stream(
+            "POST", root + "/v1/completions", json=body | {"max_tokens": 700, "stream": True}
+        ) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            ending = subprocess.Popen(["bash", "-c", command], cwd=repo, env=os.environ | address)
+            deadline_s = time.monotonic() + 60
+            while (health := httpx.get(root + "/health")).status_code == 200:
+                assert ending.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.1)
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            refused = httpx.post(root + "/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert ending.poll() is None
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert ending.wait(20) == 0
+    finally:
+        serve.delete("ends")
+
+
+def test_api_keys_are_one_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    spec = serving_spec(None, {"model": str(TINY), "serve.api_key_file": str(file)})
+
+    def digests(text: str) -> list[bytes]:
+        return [hashlib.sha256(key.encode()).digest() for key in text.split()]
+
+    file.write_text("\ufeff# keys of team A\r\nsk-one\r\n\n  sk-two  \n#sk-old\n")
+    assert list(api_keys(spec)) == digests("sk-one sk-two")
+    for text, why in (
+        ("sk-one\nsk two\n", "line 2: a line is one key without white space"),
+        ("# a\n\nsk-one\ttab", "line 3: a line is one key without white space"),
+        ("# only comments\n\n", "it holds none"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            api_keys(spec)

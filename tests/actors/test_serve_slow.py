@@ -143,6 +143,14 @@ def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
             stream = client.completions.create(**how, max_tokens=600, stream=True)
             first = next(stream)
             process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 15
+            while (health := httpx.get(root + "/health")).status_code == 200:
+                assert time.monotonic() < deadline
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            with pytest.raises(openai.InternalServerError) as refused:
+                client.with_options(max_retries=0).completions.create(**how)
+            assert refused.value.code == "draining"
+            assert int(refused.value.response.headers["retry-after"]) >= 1
             chunks = [first, *stream]
             assert chunks[-1].choices[0].finish_reason in ("length", "stop")
             assert process.wait(60) == 0

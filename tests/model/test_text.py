@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
+import time
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from outrider.model.config import ConfigError
-from outrider.model.text import MAX_HELD_TOKENS, REPLACEMENT, Tokenizer
+from outrider.model.text import MAX_HELD_TOKENS, REPLACEMENT, Tokenizer, TooManyTokensError
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 LEAD_OF_THREE = 175
@@ -249,3 +252,81 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be loaded"):
         Tokenizer(tmp_path)
+
+
+WRITTEN = st.lists(
+    st.sampled_from(
+        ["<|im_end|>", "e\u0301", "\u1161", "\u1100", "\u11a8", "=" * 16, " " * 19, "a"]
+    )
+    | st.characters(),
+    max_size=40,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=WRITTEN | st.text(max_size=200))
+def test_ids_are_those_of_the_call_that_holds_the_lock(text: str) -> None:
+    """And no text has fewer tokens than is said without encoding it."""
+    ids = tiny().encode(text)
+    assert ids == tiny()._tokens.encode(text, add_special_tokens=False).ids
+    assert tiny().min_tokens(text) <= len(ids)
+    assert tiny_with_added_tokens().min_tokens(text) <= len(tiny_with_added_tokens().encode(text))
+
+
+def test_the_least_number_of_tokens_is_near_the_truth_for_long_ones() -> None:
+    spaces = " " * 19 * 500
+    assert tiny().min_tokens(spaces) == 500
+    assert 500 <= len(tiny().encode(spaces)) < 700
+    decomposed = max(map(chr, range(0x110000)), key=lambda c: len(unicodedata.normalize("NFD", c)))
+    assert len(unicodedata.normalize("NFD", decomposed)) == 4  # what min_tokens reckons with
+
+
+def test_nothing_is_said_of_tokenizers_that_may_drop_text(tokenizer: Tokenizer) -> None:
+    def changed(**parts: Any) -> Tokenizer:
+        rust = RustTokenizer.from_file(str(TINY / "tokenizer.json"))
+        for name, part in parts.items():
+            setattr(rust, name, part)
+        return saved(rust)
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    removing = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), byte_level])
+    for other in (
+        byte_fallback(),
+        changed(normalizer=normalizers.Strip()),
+        changed(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()])),
+        changed(pre_tokenizer=removing),
+    ):
+        assert other.min_tokens("a" * 10_000) == 0
+    assert changed(normalizer=None, pre_tokenizer=byte_level).min_tokens("a" * 10_000) > 0
+    swallowing = RustTokenizer.from_file(str(TINY / "tokenizer.json"))
+    swallowing.add_tokens([AddedToken("<mask>", lstrip=True)])
+    assert saved(swallowing).min_tokens("a" * 10_000) == 0
+
+
+def test_a_file_that_asks_for_truncation_or_padding_is_encoded_whole() -> None:
+    rust = RustTokenizer.from_file(str(TINY / "tokenizer.json"))
+    rust.enable_truncation(3)
+    rust.enable_padding(length=50)
+    text = "more than three tokens in all"
+    assert saved(rust).encode(text) == tiny().encode(text)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """In one call that held the interpreter lock the longest pause was the whole time."""
+    text = (TINY / "README.md").read_text("utf-8") * 60
+    worker = threading.Thread(target=tokenizer.encode, args=(text,))
+    started = before = time.perf_counter()
+    longest = 0.0
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    assert longest < (before - started) / 2
+
+
+def test_too_many_tokens_are_counted(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three")
+    assert tokenizer.encode("one two three", len(ids)) == ids
+    with pytest.raises(TooManyTokensError, match=f"{len(ids)} tokens: at most 2"):
+        tokenizer.encode("one two three", 2)
