@@ -57,7 +57,8 @@ DRAIN_CALL_S = 10.0
 """Longest wait for the replicas' answer to one such look."""
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 """Serve's own loop runs the driver: two loops hand every event from thread to thread, which costs
-the CPU more than the event itself. Nothing of ours holds a loop: long prompts go to a thread."""
+the CPU more than the event itself. No request holds it: work that grows with a body is done in
+another process or in threads (http/reading.py, http/prompts.py)."""
 START_TRIES = 2
 """A start that failed is tried once more: another engine may have been on its way out."""
 

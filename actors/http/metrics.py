@@ -1,7 +1,8 @@
 """What Prometheus is told of a replica: sums of the driver, times of its requests, HTTP statuses.
 
-    driver.stats() at a scrape -> gauges and counters      Metrics.finished(...) -> histograms
-A registry of its own, so that several servers may live in one process. docs/serving.md lists all.
+    Driver.stats() at a scrape -> gauges and counters      Metrics.finished(...) -> histograms
+Each server has a registry of its own, so that one process may hold several. docs/serving.md lists
+the metrics.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ COUNTERS = {
     "accepted": "accepted_tokens",
     "tokens": "generated_tokens",
 }
-"""Key of Driver.stats() -> name of the metric, behind `outrider_`."""
+"""Key of Driver.stats() -> name of the metric, after `outrider_`."""
 
 
 class Metrics:
-    """One replica's."""
+    """The metrics of one replica, with names that begin with `outrider_`."""
 
     def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
         """stats: Driver.stats."""
@@ -51,20 +52,25 @@ class Metrics:
             "outrider_http_requests", "Answers by path and status.", ["path", "status"],
             registry=self.registry,
         )  # fmt: skip
-        self._queue_s = self._histogram("queue_seconds", "From arrival to a slot.", SECONDS)
-        self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival.", SECONDS)
-        self._tpot_s = self._histogram("time_per_output_token_seconds", "After the first.", SECONDS)
-        self._total_s = self._histogram("request_seconds", "From arrival to the end.", SECONDS)
-        self._prompt = self._histogram("prompt_tokens", "Of a request.", TOKENS)
-        self._answer = self._histogram("answer_tokens", "Of a request.", TOKENS)
+        self._queue_s = self._histogram("queue_seconds", "From submission to a slot.", SECONDS)
+        self._ttft_s = self._histogram("time_to_first_token_seconds", "From submission.", SECONDS)
+        self._tpot_s = self._histogram(
+            "time_per_output_token_seconds", "Mean of a request, first token left out.", SECONDS
+        )
+        self._total_s = self._histogram("request_seconds", "From submission to the end.", SECONDS)
+        self._prompt = self._histogram("prompt_tokens", "Of a request's prompt.", TOKENS)
+        self._answer = self._histogram("answer_tokens", "Of a request's answer.", TOKENS)
 
     def answered(self, path: str, status: int) -> None:
+        """An HTTP request to this route was answered."""
         self._http.labels(path, str(status)).inc()
 
     def joined(self, wait_s: float) -> None:
+        """A request got its slot after wait_s."""
         self._queue_s.observe(wait_s)
 
     def finished(self, stats: RequestStats, total_s: float, prompt: int, answer: int) -> None:
+        """A request was answered. prompt, answer: their tokens."""
         self._ttft_s.observe(stats.ttft_s)
         if stats.tpot_s:
             self._tpot_s.observe(stats.tpot_s)
@@ -76,7 +82,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry: what the driver counts itself."""
+        """What the driver counts; the registry calls this at each scrape."""
         stats = self._stats()
         for key, name in GAUGES.items():
             yield GaugeMetricFamily(f"outrider_{name}", f"Now: {key}.", stats[key])
@@ -90,7 +96,7 @@ class Metrics:
         yield by_position
 
     def describe(self) -> list[Metric]:
-        """Nothing is collected when this registers: the driver may not be there yet."""
+        """Empty, so that registering does not collect: the driver may not have started yet."""
         return []
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:

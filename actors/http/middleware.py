@@ -1,7 +1,7 @@
-"""In front of the routes: the API key, the size of a body, and a count of every answer.
+"""In front of the routes: checks the API key and the size of a body, and counts every answer.
 
     ASGI call -> AuthMiddleware -> routes
-It also holds how an error becomes an answer in OpenAI's form.
+Also here: how an error becomes an answer in OpenAI's form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.actors.http.bodies import ApiError
 
 
 class AuthMiddleware:
-    """In front of the routes: the API key and the size of a body; counts every answer."""
+    """Passes a request on if its API key is right and its body is not too large."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class AuthMiddleware:
         max_body_bytes: int,
         answered: Callable[[str, int], None],
     ) -> None:
+        """keys: SHA-256 digests. answered: told of each answer's route and status."""
         self._inner, self._keys = inner, keys
         self._max_body_bytes, self._answered = max_body_bytes, answered
 
@@ -81,7 +82,7 @@ class AuthMiddleware:
 
 
 async def error_response(_: Request | None, error: Exception) -> Response:
-    """Errors of ours, and those of the router, in OpenAI's form."""
+    """The answer for an ApiError, or for an error of the router (404, 405), in OpenAI's form."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail))
     assert isinstance(error, ApiError)
