@@ -158,8 +158,12 @@ def _suggestion(key: str) -> str:
     """What was probably meant by an unknown key, or which keys its section has."""
     section, _, name = key.rpartition(".")
     known = list(_keys())
-    last = [k for k in known if k.rpartition(".")[2] == name]
-    close = last or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.7)
+    by_name = {k.rpartition(".")[2]: k for k in known}
+    close = difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.7)
+    if name in by_name:
+        close = [by_name[name]]
+    elif not close and not section:
+        close = [by_name[n] for n in difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)]
     if close:
         return f"; did you mean {close[0]}?"
     if section in SECTIONS:
