@@ -15,6 +15,7 @@ from outrider.actors.options import USER_ERROR
 from outrider.benchmarks import host, latency, planted, report
 from outrider.model.config import ConfigError
 from outrider.model.step import Sampling
+from tests.conftest import RunningCluster
 from tests.ranks import Team
 
 
@@ -219,7 +220,7 @@ def test_an_unknown_size_is_refused() -> None:
 
 @pytest.mark.ray
 def test_bench_runs_from_end_to_end(
-    planted_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: RunningCluster, planted_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--model", str(planted_tiny), "--prompt", "40", "--new", "12", "--k", "3"]
     few = ["--requests", "2", "--rounds", "1", "--warmup", "1", "--batch", "1,2"]

@@ -18,7 +18,6 @@ from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.ranks.group import RankGroup
 from outrider.model.config import ModelConfig, RunConfig
-from outrider.model.plan import overshoot_rows
 from outrider.model.text import Tokenizer
 from outrider.parallel.affinity import pin_process
 
@@ -59,6 +58,9 @@ def assemble(setup: DriverSetup, share: HostShare) -> tuple[RankGroup, Driver, l
 
 def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
     """What bounds a request of this engine."""
+    # Imported here, because it imports torch: a driver's own process needs it for nothing.
+    from outrider.model.plan import overshoot_rows
+
     return Limits(
         max_slots=run.max_slots,
         max_model_len=run.max_model_len,

@@ -1,8 +1,8 @@
-"""Stand-ins for ranks, and one Ray cluster for the tests that need it.
+"""Stand-ins for ranks, and the server that tests share.
 
 `Counting` replaces model.runner.Runner: a request answers its last prompt token + 1, + 2, ... and
 keeps a known number of drafts. `ThreadRanks` runs real RankLoops over real connections, in threads.
-`cluster` is Ray with emulated NPUs, started once; `no_cluster` sees to it that there is none.
+`served` is a server on the tests' Ray cluster; `no_cluster` asserts that this process has no Ray.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
 import zmq.asyncio
 
-from outrider.actors.cluster.placement import start_private
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.errors import EngineDeadError
 from outrider.actors.ranks.connection import Connection, Connector
@@ -29,7 +29,9 @@ from outrider.actors.ranks.rank import exchange_hello
 from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
 
 if TYPE_CHECKING:
+    from outrider.actors.engine import Engine
     from tests.actors.served import Served
+    from tests.conftest import RunningCluster
 
 VOCAB = 1000
 EOS = 999
@@ -246,55 +248,18 @@ def join(request: int, slot: int, prompt: Sequence[int] = (1, 2), **sampling: An
     )
 
 
-class Closes(Protocol):
-    def close(self) -> None: ...
-
-
-_ray: dict[str, Closes] = {}
-"""What holds Ray in this process, if anything does: one of "cluster" and "engine"."""
-
-
-def hold_ray(kind: str | None, start: Callable[[], Closes] | None = None) -> Any:
-    """Ray belongs to one kind of test at a time: what another kind started is closed first."""
-    if kind not in _ray:
-        while _ray:
-            _ray.popitem()[1].close()
-        assert not ray.is_initialized()
-        if kind is not None and start is not None:
-            _ray[kind] = start()
-    return _ray.get(kind) if kind else None
-
-
 @pytest.fixture
 def no_cluster() -> None:
     """No Ray in this process."""
-    hold_ray(None)
-
-
-@pytest.fixture
-def cluster() -> None:
-    """Ray on this machine with logical CPUs to spare and two emulated NPUs."""
-    hold_ray(
-        "cluster",
-        lambda: start_private(
-            num_cpus=8,
-            namespace="outrider",
-            object_store_bytes=100 << 20,
-            resources={"NPU": 2},
-        ),
-    )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _end_ray() -> Iterator[None]:
-    yield
-    hold_ray(None)
+    assert not ray.is_initialized(), "a test has left Ray running"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served(
+    cluster: RunningCluster, tiny: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """The bundled checkpoint behind HTTP."""
     from tests.actors.served import Served
 
-    yield hold_ray("serve", Served)
-    hold_ray(None)
+    with closing(Served(cluster, tiny, tmp_path_factory.mktemp("served"))) as running:
+        yield running

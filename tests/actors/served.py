@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 from ray import serve
 
-from outrider.actors.cluster.placement import start_private
 from outrider.actors.driver.messages import Completion
 from outrider.actors.engine import Engine, Sampling
-from outrider.actors.serve import serving, serving_spec
+from outrider.actors.serve import APPLICATION
+from tests.conftest import RunningCluster
 from tests.test_end_to_end import TINY
 
 SLOTS, QUEUE, K = 4, 28, 3
@@ -27,34 +30,52 @@ def free_port() -> int:
 
 
 class Served:
-    """A server and, on the same cluster, an engine without drafts that says what is right."""
+    """`serve run` on the tests' cluster, and beside it an engine that says what is right.
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._stack.callback(
-            start_private(num_cpus=12, namespace="outrider", object_store_bytes=100 << 20).close
-        )
-        self._stack.callback(serve.shutdown)
-        overrides = {
-            "model": str(TINY), "draft_tokens": K, "serve.slots": SLOTS, "max_queue": QUEUE,
-            "port": free_port(), "queue_timeout_s": 120.0,
-            "rank_cpus": None,  # left to the other engines on this host
-        }  # fmt: skip
-        self.url = self._stack.enter_context(serving(serving_spec(None, overrides)))
-        self.root = self.url.removesuffix("/v1")
+    Its folder holds cluster.yaml alone, so the application is the one that this file describes.
+    """
+
+    def __init__(self, cluster: RunningCluster, tiny: Engine, folder: Path) -> None:
+        self.offline = tiny
+        port = free_port()
+        self.root = f"http://127.0.0.1:{port}"
+        self.url = self.root + "/v1"
         self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=60, max_retries=0)
-        self.offline = self._stack.enter_context(
-            Engine.from_config(
-                None, model=str(TINY), draft_tokens=0, max_slots=SLOTS, rank_cpus=None
-            )
+        (folder / "cluster.yaml").write_text(
+            f"model: {TINY}\n"
+            f"speculation: {{draft_tokens: {K}}}\n"
+            f"limits: {{max_queue: {QUEUE}}}\n"
+            f"serve: {{slots: {SLOTS}, queue_timeout_s: 120}}\n"
+            "parallel: {rank_cpus: null}\n"  # left to the other engines on this host
         )
+        serve.start(http_options={"port": port})  # `serve run` would take 8000
+        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--name", APPLICATION]
+        command += ["outrider.actors.serve:app"]
+        path = os.pathsep.join((str(TINY.parents[1]), os.environ.get("PYTHONPATH", "")))
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=folder, stdout=log, stderr=log,
+                env={**cluster.environ(), "PYTHONPATH": path.rstrip(os.pathsep)},
+            )  # fmt: skip
+        deadline_s = time.monotonic() + 120
+        while not self._answers():
+            failed = self.process.poll() is not None or time.monotonic() > deadline_s
+            if failed:
+                self.close()
+            assert not failed, (folder / "log").read_text()
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        return httpx.get(self.root + "/health", timeout=60).status_code == 200
 
     def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
         self.client.close()
-        self._stack.close()
+        serve.shutdown()
 
     def right(self, prompt: Any, **how: Any) -> Completion:
-        (answer,) = self.offline.generate(prompt, Sampling(**how))
+        (answer,) = self.offline.generate(prompt, Sampling(**how, draft_tokens=0))
         assert answer.stats.drafted == 0
         return answer
 

@@ -18,7 +18,8 @@ from outrider.actors import cli
 from outrider.actors.options import USER_ERROR
 from outrider.benchmarks import planted
 from tests.actors.cluster.test_imports import hostile_folder, imported_from
-from tests.actors.conftest import hold_ray
+from tests.actors.footprint import Footprint
+from tests.conftest import RunningCluster
 
 
 def run(folder: Path, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -59,6 +60,7 @@ def test_two_ranks_print_the_chain_as_json(
     done = run(folder, "generate", *args)
     assert done.returncode == 0, done.stderr
     assert imported_from(folder) == []
+    assert "s: starting Ray on this machine\n" in done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
     assert first["prompt_ids"] == [17]
     assert first["token_ids"] == expected(17, length).tokens
@@ -71,58 +73,54 @@ def test_two_ranks_print_the_chain_as_json(
     assert first["stats"]["accepted_per_position"] == counts.accepted_per_position
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--prompt-ids", "1", "--tensor-parallel", "3"], "cannot be split over 3 ranks"),
-        (["--prompt-ids", "1", "--model", "/nope"], "no such folder"),
-        (["--prompt-ids", "1", "--draft-tokens", "-1"], "speculation.draft_tokens = -1"),
-        (["--prompt-ids", "1", "--set", "parallel.rank_cpus=[4000,4001]"], "may use"),
-        (["--prompt-ids", "1", "--set", "limits.max_slot=1"], "did you mean limits.max_slots?"),
-        (["--prompt-ids", "1,2,3,4", "--set", "limits.max_model_len=4"], "limits.max_model_len"),
-        (["--prompt-ids", "99999"], "99999"),
-        (["--prompt", "text"], "tokenizer"),
+        (["--tensor-parallel", "3"], "cannot be split over 3 ranks"),
+        (["--model", "/nope"], "no such folder"),
+        (["--draft-tokens", "-1"], "speculation.draft_tokens = -1"),
+        (["--set", "parallel.rank_cpus=[4000,4001]"], "may use"),
+        (["--set", "limits.max_slot=1"], "did you mean limits.max_slots?"),
     ],
 )
 def test_what_the_engine_refuses_is_one_line_and_exit_2(
-    repo: Path, planted_tiny: Path, options: list[str], said: str
+    planted_tiny: Path, options: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = run(repo, "generate", "--model", str(planted_tiny), *options)
-    assert_refused(done, said)
+    generate = ["generate", "--prompt-ids", "1", "--model", str(planted_tiny)]
+    assert_refused(generate + options, said, capfd)
 
 
-@pytest.mark.ray
 def test_a_truncated_checkpoint_is_one_line_and_exit_2(
-    repo: Path, planted_tiny: Path, tmp_path: Path
+    planted_tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = copied(planted_tiny, tmp_path)
     file = model / "model.safetensors"
     os.truncate(file, file.stat().st_size // 2)
-    assert_refused(run(repo, "generate", "--model", str(model), "--prompt-ids", "1"), str(file))
+    assert_refused(["generate", "--model", str(model), "--prompt-ids", "1"], str(file), capfd)
 
 
-@pytest.mark.ray
 def test_a_wrong_vocabulary_is_one_line_and_exit_2(
-    repo: Path, planted_tiny: Path, tmp_path: Path
+    planted_tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = copied(planted_tiny, tmp_path)
     config = model / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 1024', '"vocab_size": 2048'))
-    assert_refused(run(repo, "generate", "--model", str(model), "--prompt-ids", "1"), "2048")
+    assert_refused(["generate", "--model", str(model), "--prompt-ids", "1"], "2048", capfd)
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], said: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def assert_refused(args: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Before Ray starts; what a running engine refuses is in test_engine.py."""
+    assert cli.main(args) == USER_ERROR
+    assert not ray.is_initialized()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert said in err
 
 
 @pytest.mark.ray
-def test_ctrl_c_ends_with_130_and_leaves_no_process(repo: Path, planted_tiny: Path) -> None:
-    psutil = pytest.importorskip("psutil")
+def test_ctrl_c_ends_with_130_and_leaves_nothing(repo: Path, planted_tiny: Path) -> None:
     args = ["--model", str(planted_tiny), "--prompt-ids", "17", "--echo", "--ignore-eos"]
     command = [
         sys.executable,
@@ -136,29 +134,11 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process(repo: Path, planted_tiny: Pa
     with subprocess.Popen(command, cwd=repo, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(2) == b"17"  # the engine is up
-        children = psutil.Process(process.pid).children(recursive=True)
+        footprint = Footprint.of(process.pid)
+        assert len(footprint.pids) > 5
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    assert children
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
-
-
-class OneGpu:
-    """Ray that counts one GPU on a machine without any."""
-
-    def __init__(self) -> None:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=1,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            log_to_driver=False,
-        )
-
-    def close(self) -> None:
-        ray.shutdown()
+    footprint.wait_until_gone()
 
 
 CUDA = ["generate", "--prompt-ids", "1", "--set", "device=cuda", "--model"]
@@ -166,28 +146,18 @@ CUDA = ["generate", "--prompt-ids", "1", "--set", "device=cuda", "--model"]
 
 @pytest.mark.ray
 def test_too_few_gpus_are_counted_before_anything_loads(
-    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hold_ray("gpu", OneGpu)
-    assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "2"]) == USER_ERROR
-    assert "needs GPU: 2, the cluster has GPU: 1" in capsys.readouterr().err
-
-
-@pytest.mark.ray
-def test_no_gpu_is_an_error_of_the_configuration(
-    planted_tiny: Path, cluster: None, capsys: pytest.CaptureFixture[str]
+    planted_tiny: Path, cluster: RunningCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*CUDA, str(planted_tiny)]) == USER_ERROR
-    assert "needs GPU: 2, the cluster has GPU: 0" in capsys.readouterr().err
+    assert "needs GPU: 2, the cluster has GPU: 1" in capsys.readouterr().err
 
 
 @pytest.mark.ray
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
 def test_a_gpu_that_torch_cannot_use_is_an_error_before_weights_load(
-    planted_tiny: Path, capsys: pytest.CaptureFixture[str]
+    planted_tiny: Path, cluster: RunningCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ray gives the rank a GPU; claiming it fails, and the rank says why."""
-    hold_ray("gpu", OneGpu)
     assert cli.main([*CUDA, str(planted_tiny), "--tensor-parallel", "1"]) == USER_ERROR
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: rank 0: device: cuda: ")

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
+from outrider.actors import cli
 from outrider.actors.engine import Engine, RequestStats, _as_prompts, _as_samplings
-from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
+from outrider.actors.errors import EngineClosedError, RequestError
+from outrider.actors.options import USER_ERROR
 from outrider.benchmarks import planted
 from outrider.model.config import ConfigError
 from outrider.model.step import Sampling
-from tests.actors.conftest import hold_ray
+from tests.actors.footprint import Footprint, held_cpus, wait_until_free
+from tests.conftest import RunningCluster
 
-
-def leftovers() -> set[str]:
-    """Sockets and shared memory of ours on this machine."""
-    return {
-        str(path)
-        for where, pattern in (("/tmp", "outrider-*"), ("/dev/shm", "*outrider*"))
-        for path in Path(where).glob(pattern)
-    }
-
-
-BEFORE = leftovers()
 CHAIN = planted.chain(planted.SIZES["tiny"]["vocab_size"], 0.8425, 0)
 
 
@@ -40,10 +35,17 @@ def start(model: Path, **changes: object) -> Engine:
     return Engine.from_config(None, model=str(model), max_model_len=512, draft_tokens=5, **changes)
 
 
-@pytest.fixture
-def engine(planted_tiny: Path) -> Engine:
+@pytest.fixture(scope="module")
+def others() -> set[int]:
+    """Children that this process has before the engine starts."""
+    return {child.pid for child in psutil.Process().children()}
+
+
+@pytest.fixture(scope="module")
+def engine(planted_tiny: Path, others: set[int]) -> Iterator[Engine]:
     """Two CPU ranks in a private cluster, shared by the tests of this module."""
-    return hold_ray("engine", lambda: start(planted_tiny))
+    with start(planted_tiny) as engine:
+        yield engine
 
 
 def assert_counts(stats: RequestStats, expected: planted.Expected) -> None:
@@ -62,13 +64,6 @@ def cpu_s(pid: int) -> float:
     """CPU time of all threads of a process, to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-def wait_until_gone(pids: Sequence[int], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids} some still live"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -179,22 +174,42 @@ def test_ctrl_c_ends_within_an_iteration_what_generate_waits_for(engine: Engine)
     assert later["tokens"] - before["tokens"] < 3 * 480
 
 
+IMPOSSIBLE = [
+    ("some text", "no tokenizer"),
+    ([4000], r"prompt token 4000 at index 0.*\[0, 1024\)"),
+    ([1] * 512, "512 tokens, 1 too many.*limits.max_model_len"),
+]
+
+
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("prompt", "says"),
-    [
-        ([], "the prompt is empty"),
-        ("some text", "no tokenizer"),
-        ([4000], r"prompt token 4000 at index 0.*\[0, 1024\)"),
-        ([1] * 512, "512 tokens, 1 too many"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "says"), [([], "the prompt is empty"), *IMPOSSIBLE])
 def test_a_request_that_cannot_run_is_refused_in_one_line(engine: Engine, prompt: Any, says: str):
     with pytest.raises(RequestError, match=says) as caught:
         engine.generate(prompt)
     assert "Traceback" not in str(caught.value)
     with pytest.raises(RequestError, match=says):
         next(engine.stream(prompt))
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("prompt", "says"), IMPOSSIBLE)
+def test_the_command_refuses_it_with_exit_code_2(
+    engine: Engine,
+    prompt: Any,
+    says: str,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    """`outrider generate` on the running engine."""
+    monkeypatch.setattr(Engine, "from_config", lambda *_, **__: nullcontext(engine))
+    ids = ["--prompt-ids", ",".join(map(str, prompt))]
+    words = ["--prompt", prompt] if isinstance(prompt, str) else ids
+    assert cli.main(["generate", *words, *(["--json"] if as_json else [])]) == USER_ERROR
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.fullmatch(f"error: .*{says}.*\n", err)
 
 
 @pytest.mark.ray
@@ -222,14 +237,23 @@ def test_every_thread_of_a_rank_is_pinned_to_its_cpus_at_nice_0(engine: Engine):
 
 
 @pytest.mark.ray
+def test_the_driver_starts_without_torch(engine: Engine):
+    """It takes seconds to import and 200 MB, and the driver computes nothing."""
+    driver, rank = engine.stats()["driver"]["pid"], rank_pids(engine)[0]
+    assert "libtorch" in Path(f"/proc/{rank}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{driver}/maps").read_text()
+
+
+@pytest.mark.ray
 def test_an_idle_engine_uses_under_2_percent_of_a_core(engine: Engine):
     """Ranks and driver together. Each holds its worker's main thread, so nothing of Ray polls."""
     pids = [*rank_pids(engine), engine.stats()["driver"]["pid"]]
     windows = []
-    while len(windows) < 4 and min(windows, default=1.0) >= 0.02:  # others may disturb a window
+    while len(windows) < 15 and min(windows, default=1.0) >= 0.02:
+        # What else runs on the machine may disturb a window; an engine that polls fills them all.
         before = sum(map(cpu_s, pids))
-        time.sleep(5)
-        windows.append((sum(map(cpu_s, pids)) - before) / 5)
+        time.sleep(2)
+        windows.append((sum(map(cpu_s, pids)) - before) / 2)
     assert min(windows) < 0.02, windows
 
 
@@ -262,13 +286,15 @@ def test_calls_from_many_threads_share_one_line(engine: Engine):
 
 
 @pytest.mark.ray
-def test_after_close_nothing_is_left_and_a_call_says_so(engine: Engine):
-    pids = [*rank_pids(engine), *(p.pid for p in psutil.Process().children(recursive=True))]
-    assert len(pids) > 4
-    hold_ray(None)
+def test_after_close_nothing_is_left_and_a_call_says_so(engine: Engine, others: set[int]):
+    children = {child.pid for child in psutil.Process().children()} - others
+    footprint = Footprint.of(*children)
+    assert {*rank_pids(engine), engine.stats()["driver"]["pid"]} < footprint.pids
+    assert any(path.parent.name.startswith("outrider-") for path in footprint.files)
+    assert any(path.parent == Path("/dev/shm") for path in footprint.files)
+    engine.close()
     assert not ray.is_initialized()
-    wait_until_gone(pids)
-    assert leftovers() <= BEFORE
+    footprint.wait_until_gone()
     with pytest.raises(EngineClosedError):
         engine.generate([1])
     engine.close()
@@ -276,78 +302,26 @@ def test_after_close_nothing_is_left_and_a_call_says_so(engine: Engine):
 
 @pytest.mark.ray
 def test_inside_a_cluster_the_engine_takes_bundles_and_gives_them_back(
-    cluster: None, planted_tiny: Path
+    cluster: RunningCluster, planted_tiny: Path
 ):
     @ray.remote(num_cpus=1)
-    def job(model: str) -> tuple[list[int], dict[str, float]]:
+    def job(model: str) -> tuple[list[int], dict[str, Any]]:
         with Engine.from_config(None, model=model, draft_tokens=2) as engine:
             (completion,) = engine.generate([5], Sampling(max_tokens=9))
-            return completion.token_ids, ray.available_resources()
+            return completion.token_ids, placement_group_table()
 
+    before = held_cpus(placement_group_table())
     tokens, during = ray.get(job.remote(str(planted_tiny)))
     assert tokens == planted.expected_counts(CHAIN, 5, 9, draft_tokens=2).tokens
-    assert during["CPU"] <= 8 - 3
-    deadline = time.monotonic() + 10
-    while ray.available_resources().get("CPU") != 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert held_cpus(during) == before + 3
+    assert held_cpus(placement_group_table()) == before
+    wait_until_free("CPU", ray.cluster_resources()["CPU"] - before)
     assert ray.is_initialized()
 
 
 @pytest.mark.ray
-def test_a_killed_rank_ends_every_request_with_its_name(cluster: None, planted_tiny: Path):
-    with start(planted_tiny) as engine:
-        pids = rank_pids(engine)
-        stream = engine.stream([5], Sampling(max_tokens=500))
-        next(stream)
-        killed: list[float] = []
-
-        def kill() -> None:
-            time.sleep(0.2)
-            os.kill(pids[1], signal.SIGKILL)
-            killed.append(time.monotonic())
-
-        threading.Thread(target=kill).start()
-        with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {pids[1]}\) died"):
-            engine.generate([[7], [8]], Sampling(max_tokens=500))
-        assert time.monotonic() - killed[0] < 3
-        with pytest.raises(EngineDeadError, match="rank 1"):
-            list(stream)
-        with pytest.raises(EngineDeadError, match="rank 1"):
-            engine.generate([1])
-        wait_until_gone(pids)
-    assert leftovers() <= BEFORE
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_ranks_end_with_a_killed_driver(cluster: None, planted_tiny: Path):
-    with start(planted_tiny) as engine:
-        pids, driver = rank_pids(engine), engine.stats()["driver"]["pid"]
-        stream = engine.stream([5], Sampling(max_tokens=500))
-        next(stream)
-        os.kill(driver, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="the driver process died"):
-            list(stream)
-        with pytest.raises(EngineDeadError, match="the driver process died"):
-            engine.generate([1])
-        wait_until_gone([driver, *pids])
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_stopped_rank_is_noticed_by_the_watchdog(cluster: None, planted_tiny: Path):
-    with start(planted_tiny, watchdog_s=1.0) as engine:
-        pids = rank_pids(engine)
-        os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(EngineDeadError, match="no step for 1 s"):
-            engine.generate([7], Sampling(max_tokens=500))
-        wait_until_gone(pids)
-
-
-@pytest.mark.ray
 def test_ranks_without_their_device_end_the_start_with_the_reason(
-    cluster: None, planted_tiny: Path
+    cluster: RunningCluster, planted_tiny: Path
 ):
     """The NPUs are emulated: placed they are, opened they cannot be."""
     started = time.monotonic()
@@ -355,7 +329,4 @@ def test_ranks_without_their_device_end_the_start_with_the_reason(
         start(planted_tiny, device="npu", collective="gloo")
     assert time.monotonic() - started < 60
     assert "Traceback" not in str(caught.value)
-    deadline = time.monotonic() + 10
-    while ray.available_resources().get("NPU") != 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until_free("NPU", 2)

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.util.placement_group import placement_group_table
 
 from outrider.actors import job
 from outrider.actors.engine import Engine, Sampling
 from outrider.model.config import ConfigError
-from tests.actors.conftest import hold_ray
+from tests.actors.footprint import held_cpus, wait_until_free
+from tests.conftest import RunningCluster
 from tests.test_end_to_end import PROMPTS, TINY
 
 BREAKS = "one\u2028two\u2029three\u0085four\x1cfive"
@@ -172,9 +175,8 @@ def test_an_output_that_cannot_be_made_is_known_before_an_engine_starts(
 
 @pytest.mark.ray
 def test_a_job_answers_its_file_and_a_rerun_only_the_rest(
-    tmp_path: Path, no_cluster: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hold_ray(None)
     prompts: list[dict[str, Any]] = [
         {"id": f"p{i}", "prompt": text, "max_tokens": 12, "temperature": 0}
         for i, text in enumerate(PROMPTS[:3])
@@ -200,13 +202,12 @@ def test_a_job_answers_its_file_and_a_rerun_only_the_rest(
     assert records["p0"]["usage"]["speculation"]["drafted_tokens"] > 0
     err = capsys.readouterr().err
     assert "5 lines, 1 answered before" in err
-    assert "s: starting Ray on this machine" in err
+    assert "s: starting the driver and 2 ranks" in err
 
     write(source, [*prompts, chat])
     assert job.main(args) == 0  # all are there: no engine starts
     assert "4 lines, 4 answered before" in capsys.readouterr().err
-    with Engine.from_config(None, model=str(TINY), draft_tokens=0) as engine:
-        right = engine.generate(PROMPTS[:3], Sampling(max_tokens=12))
+    right = tiny.generate(PROMPTS[:3], Sampling(max_tokens=12, draft_tokens=0))
     for i in (0, 2):
         assert records[f"p{i}"]["text"] == right[i].text
 
@@ -215,9 +216,10 @@ def test_a_job_answers_its_file_and_a_rerun_only_the_rest(
 
 @pytest.mark.ray
 def test_ctrl_c_ends_a_job_within_seconds_and_keeps_what_is_answered(
-    tmp_path: Path, repo: Path
+    tmp_path: Path, repo: Path, cluster: RunningCluster
 ) -> None:
-    hold_ray(None)
+    """On a running cluster, which gets its CPUs back."""
+    held = held_cpus(placement_group_table())
     short = [{"id": f"short{i}", "prompt": "a", "max_tokens": 2} for i in range(2)]
     long = [
         {"id": f"long{i}", "prompt": "a", "max_tokens": 4000, "ignore_eos": True} for i in range(16)
@@ -226,7 +228,9 @@ def test_ctrl_c_ends_a_job_within_seconds_and_keeps_what_is_answered(
     output = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "outrider.actors.job", "--input", str(source)]
     command += ["--output", str(output), "--model", str(TINY)]
-    with subprocess.Popen(command, cwd=repo, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=repo, env=cluster.environ(), stderr=subprocess.PIPE, text=True
+    ) as process:
         deadline = time.monotonic() + 120
         while not output.exists() or output.read_bytes().count(b"\n") < 2:
             assert process.poll() is None
@@ -243,3 +247,5 @@ def test_ctrl_c_ends_a_job_within_seconds_and_keeps_what_is_answered(
     assert "Traceback" not in err
     assert {record["id"] for record in lines_of(output)} >= {"short0", "short1"}
     assert all("text" in record for record in lines_of(output))
+    assert held_cpus(placement_group_table()) == held
+    wait_until_free("CPU", ray.cluster_resources()["CPU"] - held)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import random
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -30,8 +30,10 @@ from outrider.actors.engine import Sampling
 from outrider.actors.serve import api_keys, application, build, serving_spec
 from outrider.model.config import ConfigError, load_config
 from outrider.model.text import Tokenizer
+from tests.actors.footprint import Footprint
 from tests.actors.parameters import MAX_TOKENS, cases
 from tests.actors.served import QUEUE, SLOTS, K, Served, one_client
+from tests.conftest import RunningCluster
 from tests.test_end_to_end import PROMPTS, TINY
 from tests.test_examples import python
 
@@ -102,7 +104,7 @@ def test_every_parameter_gives_the_offline_answer(served: Served) -> None:
     plain = served.right(PROMPTS[1], max_tokens=MAX_TOKENS)
     eos = load_config(TINY).eos_ids[0]
     for name, case in cases(plain.token_ids, plain.text, eos).items():
-        sampling = Sampling(**{"max_tokens": MAX_TOKENS, **case.how})
+        sampling = Sampling(**{"max_tokens": MAX_TOKENS, "draft_tokens": 0, **case.how})
         (right,) = served.offline.generate(PROMPTS[1], sampling, stop=case.stop)
         body = {"prompt": PROMPTS[1], "max_tokens": MAX_TOKENS, "return_token_ids": True}
         got = httpx.post(served.url + "/completions", json=body | case.fields, timeout=60).json()
@@ -209,7 +211,7 @@ def test_32_streams_of_all_kinds_are_each_the_offline_answer(served: Served) -> 
             leaving[number] = dice.choice([1, 3])
         bodies.append({"prompt": prompt, "stop": stop, **how})
         most = 60 if number in leaving else how["max_tokens"]
-        rights.append((prompt, stop, Sampling(**{**how, "max_tokens": most})))
+        rights.append((prompt, stop, Sampling(**{**how, "max_tokens": most, "draft_tokens": 0})))
     answers = served.offline.generate([p for p, _, _ in rights], [s for _, _, s in rights])
     before = served.settle()
 
@@ -293,13 +295,12 @@ def test_more_than_queue_and_slots_hold_are_429_and_the_rest_are_answered(served
 
 
 def test_replicas_that_drain_answer_503_until_their_streams_have_ended(
-    served: Served, repo: Path
+    served: Served, cluster: RunningCluster, repo: Path
 ) -> None:
     """By the command of docs/serving.md, on the cluster of the other server."""
     text = (repo / "docs/serving.md").read_text("utf-8")
     (command,) = re.findall(r"^(python -c .*?\)')$", text, re.DOTALL | re.MULTILINE)
     command = command.replace("default", "ends").replace("python", sys.executable, 1)
-    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     spec = serving_spec(None, {"model": str(TINY), "tensor_parallel": 1, "draft_tokens": 0})
     serve.run(application(spec), name="ends", route_prefix="/ends")
     root, body = served.root + "/ends", {"prompt": "a", "temperature": 0}
@@ -309,7 +310,7 @@ def test_replicas_that_drain_answer_503_until_their_streams_have_ended(
         ) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
-            ending = subprocess.Popen(["bash", "-c", command], cwd=repo, env=os.environ | address)
+            ending = subprocess.Popen(["bash", "-c", command], cwd=repo, env=cluster.environ())
             deadline_s = time.monotonic() + 60
             while (health := httpx.get(root + "/health")).status_code == 200:
                 assert ending.poll() is None
@@ -343,3 +344,15 @@ def test_api_keys_are_one_a_line(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=why):
             api_keys(spec)
+
+
+def test_ctrl_c_ends_serve_run_and_the_ranks(served: Served) -> None:
+    """It shuts Ray Serve down: the last test of this module."""
+    engine = served.settle()["engine"]
+    footprint = Footprint.of(*(one["pid"] for one in (engine["driver"], *engine["ranks"])))
+    assert len(footprint.pids) >= 3
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(60) == 0
+    footprint.wait_until_gone()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.root + "/health")

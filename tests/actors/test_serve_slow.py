@@ -18,38 +18,13 @@ import httpx2 as httpx
 import openai
 import psutil
 import pytest
-import ray
 from ray import serve
 
 from outrider.actors.serve import application, serving_spec
-from tests.actors.conftest import hold_ray
 from tests.actors.served import Served, free_port, one_client
 from tests.test_end_to_end import PROMPTS, TINY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-def test_serve_run_starts_the_application_of_cluster_yaml(served: Served, repo: Path) -> None:
-    """On the cluster of the other server, under a prefix, until Ctrl-C."""
-    words = ["serve", "run", "--address", ray.get_runtime_context().gcs_address, "--name", "second"]
-    words += ["--route-prefix", "/second", "outrider.actors.serve:app"]
-    command = [sys.executable, "-m", "ray.serve.scripts", *words[1:]]
-    with subprocess.Popen(
-        command, cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)}
-    ) as process:
-        try:
-            deadline = time.monotonic() + 90
-            while httpx.get(served.root + "/second/health", timeout=60).status_code != 200:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
-            body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
-            answer = httpx.post(served.root + "/second/v1/completions", json=body, timeout=30)
-            text = answer.json()["choices"][0]["text"]
-            assert text == served.right(PROMPTS[0], max_tokens=12).text
-        finally:
-            serve.delete("second")
-            process.kill()
 
 
 @pytest.mark.timeout(300)
@@ -121,7 +96,6 @@ def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
     tmp_path: Path, repo: Path
 ) -> None:
     """`outrider serve` with HAProxy and its own cluster; SIGTERM while a stream is open."""
-    hold_ray(None)
     keys, port = tmp_path / "keys", free_port()
     keys.write_text("sk-one\nsk-two\n")
     command = [sys.executable, "-m", "outrider.actors.cli", "serve", "--model", str(TINY)]

@@ -24,6 +24,7 @@ from outrider.actors.cluster.placement import (
 )
 from outrider.actors.cluster.reader import load_spec
 from outrider.actors.cluster.spec import Spec
+from tests.conftest import RunningCluster
 
 
 def spec(**overrides: object) -> Spec:
@@ -133,7 +134,7 @@ class Probe:
 
 
 @pytest.mark.ray
-def test_emulated_npus_go_one_to_a_rank(cluster: None):
+def test_emulated_npus_go_one_to_a_rank(cluster: RunningCluster):
     npus = spec(device="npu", tensor_parallel=2)
     group = place(npus, "test-npus")
     wanted = bundles(npus)
@@ -154,15 +155,15 @@ def test_emulated_npus_go_one_to_a_rank(cluster: None):
 
 
 @pytest.mark.ray
-def test_what_the_cluster_can_never_offer_is_refused_at_once(cluster: None):
+def test_what_the_cluster_can_never_offer_is_refused_at_once(cluster: RunningCluster):
     started = time.monotonic()
-    with pytest.raises(PlacementError, match="needs GPU: 2, the cluster has GPU: 0"):
+    with pytest.raises(PlacementError, match="needs GPU: 2, the cluster has GPU: 1"):
         place(spec(device="cuda", tensor_parallel=2), "test-gpus")
     assert time.monotonic() - started < 2
 
 
 @pytest.mark.ray
-def test_what_others_hold_is_waited_for_and_then_shown(cluster: None):
+def test_what_others_hold_is_waited_for_and_then_shown(cluster: RunningCluster):
     npus = spec(device="npu", tensor_parallel=2, placement_timeout_s=0.5)
     held = place(spec(device="npu", tensor_parallel=2), "test-holder")
     with pytest.raises(PlacementError, match=r"placement_timeout_s = 0\.5 s(.|\n)*bundle 0: CPU"):

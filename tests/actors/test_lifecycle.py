@@ -1,0 +1,209 @@
+"""How engines and servers start and end as their users see it, and what is left: nothing.
+
+The command `outrider serve`, a submitted job, an engine whose driver or whose rank dies or hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from outrider.actors.engine import Chunk, Engine, Sampling
+from outrider.actors.errors import EngineDeadError
+from outrider.benchmarks import planted
+from outrider.model.text import Tokenizer
+from tests.actors.footprint import Footprint, held_cpus, wait_until_free
+from tests.actors.served import free_port
+from tests.actors.test_engine import CHAIN, rank_pids, start
+from tests.conftest import RunningCluster
+from tests.test_end_to_end import PROMPTS, TINY
+
+pytestmark = pytest.mark.ray
+
+
+@contextmanager
+def serve_command(repo: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`outrider serve` on the bundled checkpoint, ready: its process and its URL."""
+    folder = tempfile.mkdtemp(prefix="serve-")  # Ray's sockets need a short path
+    port = free_port()
+    command = [sys.executable, "-m", "outrider.actors.cli", "serve", "--model", str(TINY)]
+    command += ["--port", str(port), *options]
+    environ = {**os.environ, "RAY_TMPDIR": folder, "TMPDIR": folder}
+    with subprocess.Popen(
+        command, cwd=repo, env=environ, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            lines = [process.stderr.readline()]
+            while "ready: " not in lines[-1]:
+                assert lines[-1], "".join(lines)
+                lines.append(process.stderr.readline())
+            url = f"http://127.0.0.1:{port}/v1"
+            assert url in lines[-1]
+            yield process, url
+            shutil.rmtree(folder)
+        finally:
+            process.kill()
+
+
+def test_the_serve_command_answers_and_leaves_nothing_after_ctrl_c(
+    tiny: Engine, repo: Path
+) -> None:
+    """With its own Ray cluster and HAProxy: a completion, a streamed chat, SIGINT."""
+    right = tiny.generate(PROMPTS[0], Sampling(max_tokens=24, draft_tokens=0))[0]
+    messages: Any = [{"role": "user", "content": "What is a view?"}]
+    ids = Tokenizer(TINY).apply_chat_template(messages)
+    how = Sampling(max_tokens=24, temperature=0.8, seed=3, draft_tokens=0)
+    said = tiny.generate(ids, how)[0]
+    with (
+        serve_command(repo) as (process, url),
+        openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client,
+    ):
+        whole = client.completions.create(
+            model="tiny", prompt=PROMPTS[0], max_tokens=24, temperature=0
+        )
+        assert (whole.choices[0].text, whole.choices[0].finish_reason) == (right.text, "length")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 24
+        assert whole.usage.model_dump()["speculation"]["accepted_tokens"] > 0
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny", messages=messages, max_completion_tokens=24, temperature=0.8,
+                seed=3, stream=True,
+            )
+        )  # fmt: skip
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said.text
+        assert chunks[-1].choices[0].finish_reason == said.finish_reason
+        assert len(chunks) > 5
+        footprint = Footprint.of(process.pid)
+        names = [one.name() for one in footprint.processes]
+        assert {"raylet", "gcs_server", "haproxy"} <= set(names)
+        assert sum(name.startswith("ray::RankActor") for name in names) == 2, names
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        footprint.wait_until_gone()
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_submitted_job_answers_its_whole_file(
+    cluster: RunningCluster, tiny: Engine, repo: Path, tmp_path: Path
+) -> None:
+    """examples/submit_job.py, from the repository's root, on a running cluster."""
+    lines = [
+        {"id": f"line {i}", "prompt": text, "max_tokens": 16, "temperature": 0}
+        for i, text in enumerate(PROMPTS[:3])
+    ]
+    lines.append({"id": "seeded", "prompt": PROMPTS[3], "max_tokens": 16, "seed": 7})
+    source, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    held = held_cpus(placement_group_table())
+    done = subprocess.run(
+        [sys.executable, "examples/submit_job.py", cluster.dashboard, str(source), str(output)],
+        cwd=repo, env=cluster.environ(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 of 4 lines, 0 refused" in done.stdout
+    records = {record["id"]: record for record in map(json.loads, output.read_text().splitlines())}
+    assert records.keys() == {line["id"] for line in lines}
+    seeded = Sampling(max_tokens=16, temperature=1.0, seed=7, draft_tokens=0)
+    plain = Sampling(max_tokens=16, draft_tokens=0)
+    right = tiny.generate(PROMPTS[:4], [plain, plain, plain, seeded])
+    assert [records[line["id"]]["text"] for line in lines] == [one.text for one in right]
+    assert records["line 0"]["usage"]["speculation"]["accepted_tokens"] > 0
+    assert held_cpus(placement_group_table()) == held
+
+
+class Calls:
+    """A stream and two calls under way on an engine: five requests that must end with an error."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._pool = engine, ThreadPoolExecutor(3)
+        how = Sampling(max_tokens=500)
+        stream = engine.stream([5], how)
+        self._tokens = list(next(stream).token_ids)
+        self._streamed = self._pool.submit(self._read, stream)
+        prompts = [[[7], [8]], [[9], [17]]]
+        self._calls = [self._pool.submit(engine.generate, two, how) for two in prompts]
+        while engine.stats()["active"] < 5:
+            time.sleep(0.01)
+
+    def _read(self, stream: Iterator[Chunk]) -> None:
+        for chunk in stream:
+            self._tokens += chunk.token_ids
+
+    def assert_all_end(self, error: str, within_s: float) -> None:
+        """With this error, and so does what comes later; the stream's tokens are the chain's."""
+        started_s = time.monotonic()
+        for call in (self._streamed, *self._calls):
+            with pytest.raises(EngineDeadError, match=error):
+                call.result(within_s)
+        assert time.monotonic() - started_s < within_s
+        self._pool.shutdown()
+        right = planted.expected_counts(CHAIN, 5, 500, draft_tokens=5).tokens
+        assert self._tokens == right[: len(self._tokens)]
+        with pytest.raises(EngineDeadError, match=error):
+            self._engine.generate([1])
+        with pytest.raises(EngineDeadError, match=error):
+            next(self._engine.stream([1]))
+
+
+@contextmanager
+def mortal_engine(model: Path, **changes: object) -> Iterator[tuple[Calls, int, list[int]]]:
+    """Calls under way on an engine, the pid of its driver, and those of its ranks.
+
+    The block kills or stops one of them. At its end the ranks must be gone, and once the engine is
+    closed the driver, the placement group and the files.
+    """
+    held = held_cpus(placement_group_table())
+    with start(model, **changes) as engine:
+        driver, ranks = engine.stats()["driver"]["pid"], rank_pids(engine)
+        of_ranks, of_all = Footprint.of(*ranks), Footprint.of(driver, *ranks)
+        assert len(of_all.pids) >= 3
+        assert any(path.parent == Path("/dev/shm") for path in of_ranks.files)
+        yield Calls(engine), driver, ranks
+        of_ranks.wait_until_gone()
+    of_all.wait_until_gone()
+    assert held_cpus(placement_group_table()) == held
+    wait_until_free("CPU", ray.cluster_resources()["CPU"] - held)
+
+
+def test_a_killed_driver_ends_every_call_and_its_ranks(
+    cluster: RunningCluster, planted_tiny: Path
+) -> None:
+    with mortal_engine(planted_tiny) as (calls, driver, _):
+        os.kill(driver, signal.SIGKILL)
+        calls.assert_all_end("the driver process died", within_s=10)
+
+
+def test_a_killed_rank_ends_every_call_with_its_name(
+    cluster: RunningCluster, planted_tiny: Path
+) -> None:
+    with mortal_engine(planted_tiny) as (calls, _, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        calls.assert_all_end(rf"rank 1 \(pid {ranks[1]}\) died", within_s=5)
+
+
+def test_the_watchdog_ends_every_call_when_a_rank_is_stopped(
+    cluster: RunningCluster, planted_tiny: Path
+) -> None:
+    with mortal_engine(planted_tiny, watchdog_s=3.0) as (calls, _, ranks):
+        os.kill(ranks[1], signal.SIGSTOP)
+        says = r"no step for 3 s with 5 requests running \(ray.watchdog_s\); they were killed"
+        calls.assert_all_end(says, within_s=15)
