@@ -3,10 +3,12 @@
 #
 #   make demo     a prompt through two CPU ranks, with the speculation statistics
 #   make test     the tests that need no device, and of the network only the package index (PYTEST_ARGS="-k name --slow")
+#   make mutants  plants faults in copies of the tree and sees that a test finds each (docs/mutants.md)
 #   make check    ruff, formatting and pyright
 #   make bench    tokens per second here, as JSON on the last line
 #   make clean    remove .venv, caches and build outputs
 #
+# MUTANTS      words of the names of the faults to plant; none: all
 # PYTHON       the interpreter to build .venv from, 3.11 or newer
 # TORCH_INDEX  an extra package index for torch, such as PyTorch's own index of CPU wheels
 
@@ -14,6 +16,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+MUTANTS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
@@ -27,7 +30,7 @@ export DEMO_PROMPT
 DEMO := $(BIN)/outrider generate --config cluster.yaml --model examples/tiny --echo \
 	--tensor-parallel 2 --draft-tokens 3 --max-tokens 120
 
-.PHONY: demo test check bench clean
+.PHONY: demo test mutants check bench clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -38,6 +41,9 @@ demo: $(RUN)
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+mutants: $(DEV)
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 check: $(DEV)
 	$(BIN)/ruff check $(CODE)

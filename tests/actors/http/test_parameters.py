@@ -42,7 +42,10 @@ class Offline:
 
     def __call__(self, prompt: list[int], hows: Sequence[dict[str, Any]]) -> list[Output]:
         """One answer for each of the settings."""
-        return self.team.generate([(prompt, self._sampling(**how)) for how in hows])
+        asked = [self._sampling(**how) for how in hows]
+        once = list(dict.fromkeys(asked))
+        outs = self.team.generate([(prompt, sampling) for sampling in once])
+        return [outs[once.index(sampling)] for sampling in asked]
 
     def text(self, out: Output) -> str:
         return self.tokenizer.decode(out.tokens[:-1] if out.finish == "stop" else out.tokens)
@@ -83,6 +86,7 @@ async def server() -> AsyncIterator[Ask]:
 
             yield ask
     finally:
+        endpoints.close()
         await driver.close()
 
 
@@ -107,6 +111,8 @@ def test_a_parameter_means_what_it_means_to_the_engine(chat: bool, offline: Offl
     table = cases(plain.tokens, offline.text(plain), offline.team.model.eos_ids[0])
     body = ChatBody if chat else CompletionBody
     assert set(body.model_fields) <= table.keys() | NOT_OF_THE_ANSWER
+    if chat:  # its settings are those of completions: a few of them show that
+        table = {name: table[name] for name in ("max_tokens", "temperature's default", "stop")}
 
     rights = offline(prompt, [case.how for case in table.values()])
     befores = offline(prompt, [case.without for case in table.values()])
