@@ -241,9 +241,9 @@ def serve(
     spec = load_spec(config, options)
     if spec.serve.haproxy and spec.ray.address is None:
         prefer_haproxy()
-    from outrider.actors.serve import run_server
+    from outrider.actors.server import run_server
 
-    run_server(config, options, console.say)
+    run_server(config, options)
 
 
 @app.command(add_help_option=False, context_settings=PASS_ON)

@@ -1,6 +1,6 @@
 """Ray Serve: a replica hosts a Driver in its event loop, with its ranks in one placement group.
 
-    outrider serve --config cluster.yaml      serve run outrider.actors.serve:app
+    outrider serve (server.py), serve run outrider.actors.serve:app --> the application
     HTTP -> Serve's proxy -> Replica (Endpoints -> Driver) -> ranks
 Bundle 0 of a replica's placement group is the replica, the others are its ranks. Admission is the
 driver's: Serve's own limits are wide. A replica whose engine died fails its health check, and Serve
@@ -9,36 +9,24 @@ puts a new one in its place.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import hashlib
 import logging
 import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve import Application
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from outrider.actors.cluster.kinds import free_host_bytes
 from outrider.actors.cluster.placement import (
     DRIVER_CPUS,
-    PlacementError,
     bundles,
-    connect_ray,
     engines_that_fit,
-    is_private,
-    missing,
 )
 from outrider.actors.cluster.reader import load_spec, parse_set
 from outrider.actors.cluster.shares import HostShare, claim_share
@@ -49,12 +37,10 @@ from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.text import Tokenizer
 
 log = logging.getLogger("ray.serve")
-APPLICATION, DEPLOYMENT = "outrider", "Outrider"
+DEPLOYMENT = "Outrider"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 DRAIN_POLL_S = 0.2
 """Between two looks at how many requests are still open."""
-DRAIN_CALL_S = 10.0
-"""Longest wait for the replicas' answer to one such look."""
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 """Serve's own loop runs the driver: two loops hand every event from thread to thread, which costs
 the CPU more than the event itself. No request holds it: work that grows with a body is done in
@@ -257,75 +243,3 @@ def __getattr__(name: str) -> Application:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return build({})
-
-
-def run_server(
-    config: str | Path | None, overrides: Mapping[str, object], say: Callable[[str], None]
-) -> None:
-    """What `outrider serve` does: serve until SIGINT or SIGTERM. say: prints a line."""
-    spec = serving_spec(config, overrides)
-    model_dir, model = spec.open_model()
-    log.setLevel(logging.WARNING)
-    say(f"{model_dir.name}: {effective_mode(spec.run_config(model, model_dir, 0), model)['line']}")
-    with contextlib.suppress(KeyboardInterrupt), serving(spec) as url:
-        # Not before: ray.init sets a handler of its own.
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-        say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
-        try:
-            threading.Event().wait()
-        finally:
-            say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
-
-
-@contextlib.contextmanager
-def serving(spec: Spec) -> Iterator[str]:
-    """A server from start to end: yields its URL once it answers. ConfigError, EngineDeadError."""
-    model_dir, model = spec.open_model()
-    app = application(spec)
-    engines = most_replicas(spec)
-    here = engines if is_private(spec) else 1
-    spec.resolve_pages(model, model_dir, rank_memory(spec, free_host_bytes() // here))
-    cluster = connect_ray(spec, engines=engines)
-    try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        why = missing(bundles(spec), nodes)
-        if why is not None:
-            raise PlacementError(f"a replica cannot be placed: {why}")
-        serve.start(http_options={"host": spec.serve.host, "port": spec.serve.port})
-        replicas = serve.run(app, name=APPLICATION, route_prefix="/")
-        try:
-            yield f"http://{spec.serve.host}:{spec.serve.port}/v1"
-        finally:
-            drain(replicas, spec.serve.drain_timeout_s)
-    finally:
-        if ray.is_initialized():
-            serve.delete(APPLICATION)  # waits for streams that are open; shutdown alone cuts them
-            if cluster.private:
-                serve.shutdown()
-        cluster.close()
-
-
-def drain(replicas: DeploymentHandle, timeout_s: float) -> None:
-    """Make every replica refuse new requests; returns when those under way have ended.
-
-    Deleting the application takes its route away at once, and clients would get 404 while streams
-    are still open: so this comes first. After timeout_s open requests end with an error.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while _open_requests(replicas):
-        if time.monotonic() >= deadline_s:
-            _open_requests(replicas, cut=True)
-            return
-        time.sleep(DRAIN_POLL_S)
-
-
-def _open_requests(replicas: DeploymentHandle, *, cut: bool = False) -> int:
-    """Sum over the replicas that answer; one that is dead or stuck has nothing to wait for."""
-    try:
-        counts = replicas.broadcast("drain", cut=cut).results(
-            timeout_s=DRAIN_CALL_S, return_exceptions=True
-        )
-    except (RayError, RayServeException, TimeoutError) as problem:
-        log.warning("the replicas could not be asked to drain: %s", problem)
-        return 0
-    return sum(count for count in counts if isinstance(count, int))

@@ -43,7 +43,8 @@ def http() -> dict[str, Any]:
     prefer_haproxy()
     import httpx2
 
-    from outrider.actors.serve import serving, serving_spec
+    from outrider.actors.serve import serving_spec
+    from outrider.actors.server import serving
 
     spec = serving_spec(None, {"model": str(TINY), "port": PORT})
     body = {"prompt": "To create a new project,", "temperature": 0, "ignore_eos": True}

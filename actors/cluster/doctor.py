@@ -1,9 +1,10 @@
-"""`outrider doctor`: what stands between this machine and a run, before anything is started.
+"""`outrider doctor`: checks that this machine can run an engine, before anything is started.
 
     Spec --> [Check(id, state, found, advice)] --> lines or JSON --> exit code 1 if one is an error
 
-Read-only and quick: no torch, no Ray, no weights; versions come from package metadata, devices from
-/dev, tensors from file headers. It looks at this machine: run it where the ranks will run.
+It changes nothing and is quick: it imports neither torch nor Ray and loads no weights. Versions
+come from package metadata, devices from /dev, tensors from file headers. It looks at this machine,
+so run it where the ranks will run.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ DRIVERS = {
     "npu": ("usr/local/Ascend/driver/version.info", "install the Ascend driver and firmware"),
 }
 NPU_CPUS = 5
-"""Fewer CPUs than this for a card leave none to the runtime's own threads and interrupts."""
+"""CPUs that a card needs: with fewer, its runtime's threads and interrupts have none."""
 COLLECTIVE_SHM_BYTES = 8 << 20
-"""Of /dev/shm, for each CPU rank (parallel.group.SHM_BUFFER_BYTES, twice)."""
+"""What each CPU rank takes of /dev/shm: twice parallel.group.SHM_BUFFER_BYTES."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. The ids are stable: scripts may rely on them."""
+    """One finding. The ids do not change between versions: scripts may rely on them."""
 
     id: str
     state: State
@@ -52,7 +53,10 @@ class Check:
 def examine(
     spec: Spec, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> list[Check]:
-    """All checks, in the order of a run's start. root: where /dev, /proc and /usr lie."""
+    """All checks, in the order in which a run would meet them.
+
+    root: the folder under which dev, proc and usr lie; tests give a made-up one.
+    """
     parts: Sequence[Callable[[], Iterator[Check]]] = (
         lambda: _packages(spec),
         lambda: _devices(spec, environ, root),
@@ -67,16 +71,16 @@ def examine(
 
 
 def report(checks: Sequence[Check], *, as_json: bool) -> tuple[str, int]:
-    """The text for stdout, and the exit code: 0 runnable, 1 something blocks."""
+    """The text for stdout, and the exit code: 1 where a check blocks a run, else 0."""
     code = int(any(check.state == "error" for check in checks))
     if as_json:
         return json.dumps({"runnable": not code, "checks": [asdict(c) for c in checks]}), code
     width = max(len(check.id) for check in checks)
-    lines = [
-        f"{c.state:8}{c.id:{width}}  {c.found}"
-        + f"\n{'':{width + 10}}-> {c.advice}" * bool(c.advice)
-        for c in checks
-    ]
+    lines = []
+    for check in checks:
+        lines.append(f"{check.state:8}{check.id:{width}}  {check.found}")
+        if check.advice:
+            lines.append(f"{'':{width + 10}}-> {check.advice}")
     errors = sum(check.state == "error" for check in checks)
     return "\n".join([*lines, f"{errors} of {len(checks)} checks block a run"]), code
 
@@ -180,7 +184,7 @@ def _memory(spec: Spec, root: Path) -> Iterator[Check]:
         return
     free = shutil.disk_usage(shm).free
     shares = spec.device == "cpu" and spec.parallel.collective in ("auto", "shm")
-    need = COLLECTIVE_SHM_BYTES * spec.parallel.tensor_parallel * shares
+    need = COLLECTIVE_SHM_BYTES * spec.parallel.tensor_parallel if shares else 0
     want = need + spec.ray.object_store_bytes
     state: State = "error" if free < need else "warning" if free < want else "ok"
     advice = "" if state == "ok" else f"make it {want >> 20} MiB or more (docker: --shm-size)"
@@ -243,7 +247,7 @@ def _checkpoint(spec: Spec) -> Iterator[Check]:
 
 
 def _broken(file: Path) -> str | None:
-    """What is wrong with a safetensors file, from its header and length: the format's own rule."""
+    """What is wrong with a safetensors file, None if its length is what its header says."""
     size = file.stat().st_size
     with file.open("rb") as data:
         length = int.from_bytes(data.read(8), "little")

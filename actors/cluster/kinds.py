@@ -1,9 +1,9 @@
-"""What cluster.yaml and Ray must know of each kind of device, before torch is loaded.
+"""What must be known of each kind of device before torch is loaded.
 
-    collectives to choose from | variable that hides devices | environment of a rank | NPU limits
-    free memory of the host, which CPU ranks share
+    its collectives, the variable that hides devices, the environment of a rank, limits of NPUs
 
-Facts of a backend that stand here as well as in parallel/backends/ are compared by a test.
+For the CPU also: how much memory of the host is free. What stands here as well as in
+parallel/backends/ is compared by a test.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ RANK_ENV = {
         "OMP_NUM_THREADS": "1",  # the host only launches: a pool would sit in the way
     },
 }
-"""By device; set for a rank unless it is set where Ray was started. `outrider doctor` shows it."""
+"""By device: variables of a rank's process, unless they are set where Ray was started."""
 NPU_MAX_ROWS, NPU_PAGE_TOKENS = 16, 128
-"""What the NPU backend's capabilities say, known here before torch is loaded (a test compares)."""
+"""Most rows of a pass, and the number of tokens that a KV page's size is a multiple of, on NPUs."""
 
 
 def visible_devices(device: str, text: str) -> list[str]:
@@ -42,7 +42,7 @@ def visible_devices(device: str, text: str) -> list[str]:
 
 
 def free_host_bytes() -> int:
-    """Memory this process could take: what the system calls available, or its container's rest."""
+    """Bytes of host memory that are free for this process, within its container's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))

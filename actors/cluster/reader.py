@@ -1,8 +1,8 @@
-"""cluster.yaml and overrides -> Spec. The only reader of that file.
+"""Reads cluster.yaml, and nothing else does: file and overrides become a checked Spec.
 
-    file -> dotted keys + overrides ("speculation.draft_tokens") -> types -> cross checks -> Spec
-An option wins over the file, the file over the defaults of spec.py. Each value's origin goes along,
-so that an error raised later still names the place to change.
+    file -> dotted keys ("speculation.draft_tokens") + overrides -> types -> cross checks -> Spec
+An override wins over the file, the file over the defaults of spec.py. The Spec remembers where each
+value was written, so that an error raised later still names the place to change.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
-from outrider.actors.cluster.kinds import (
-    COLLECTIVES,
-    NPU_MAX_ROWS,
-    NPU_PAGE_TOKENS,
-)
+from outrider.actors.cluster.kinds import COLLECTIVES, NPU_MAX_ROWS, NPU_PAGE_TOKENS
 from outrider.actors.cluster.spec import SECTIONS, Spec, config_error
 from outrider.model.config import ConfigError
 from outrider.parallel import affinity
@@ -35,25 +31,23 @@ RAY_LAUNCHER_KEYS = {
     "worker_setup_commands", "initialization_commands", "head_start_ray_commands",
     "worker_start_ray_commands", "upscaling_speed", "idle_timeout_minutes",
 }  # fmt: skip
-
-
 WORDS: dict[object, str] = {
     bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"
 }  # fmt: skip
 
 
 def load_spec(path: str | Path | None, overrides: Mapping[str, object] | None = None) -> Spec:
-    """Read a cluster.yaml (None: only defaults) and lay `overrides` over it.
+    """The configuration in a file, or the defaults where `path` is None, with `overrides` applied.
 
-    An override's key is dotted ("speculation.draft_tokens"), or its last word alone
-    ("draft_tokens"). Raises ConfigError naming key, value, rule and place.
+    The key of an override is dotted ("speculation.draft_tokens"), or its last part alone
+    ("draft_tokens"). Raises ConfigError, which names key, value, rule and the place to change.
     """
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     if path is not None:
         for key, value in _flatten(_read_file(Path(path)), str(path)):
             values[key], origins[key] = _convert(key, value, str(path)), str(path)
-        values |= _beside_the_file(values.get("model"), Path(path))
+        values |= _relative_model(values.get("model"), Path(path))
     short = {key.rpartition(".")[2]: key for key in _keys()}
     for name, value in _flatten(overrides or {}, "override"):
         key = short.get(name, name)
@@ -84,6 +78,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below: no list or mapping can be a key
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise yaml.YAMLError(f'line {line}: key "{key.value}" is written twice')
@@ -111,7 +107,7 @@ def _read_file(path: Path) -> Mapping:
 
 
 def _flatten(data: Mapping, where: str) -> Iterator[tuple[str, object]]:
-    """Dotted keys of the sections; a section left empty has none."""
+    """Each value with its dotted key; an empty section yields nothing."""
     for name, value in data.items():
         if name not in SECTIONS:
             yield str(name), value
@@ -193,8 +189,8 @@ def _one_line(problem: Exception) -> str:
     return " ".join(str(problem).split())
 
 
-def _beside_the_file(model: object, path: Path) -> dict[str, object]:
-    """`model: examples/tiny` counts from the file's folder, if there is such a folder."""
+def _relative_model(model: object, path: Path) -> dict[str, object]:
+    """`model` as a folder relative to the file's own; empty if there is no such folder."""
     folder = path.parent / str(model)
     return {"model": str(folder)} if model and folder.is_dir() else {}
 
@@ -209,7 +205,10 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Spec:
 
 
 def _check_cpus(spec: Spec) -> None:
-    """CPU ranges are readable, one a rank, apart (a warning), and here if the ranks surely are."""
+    """ConfigError unless CPU ranges can be read and there is one a rank; a warning if they overlap.
+
+    Where the ranks will certainly run on this machine, the CPUs must be here too.
+    """
     size, owners = spec.parallel.tensor_parallel, {}
     ranges, driver = spec.parallel.rank_cpus, spec.parallel.driver_cpus
     if isinstance(ranges, tuple):
@@ -237,7 +236,7 @@ def _parse_range(spec: Spec, key: str, text: str) -> frozenset[int]:
 
 
 def _check_fits(spec: Spec) -> None:
-    """Values that are fine alone and not together."""
+    """ConfigError for values that are fine alone and do not go together."""
     carriers = ("auto", *COLLECTIVES[spec.device])
     if spec.parallel.collective not in carriers:
         rule = f"on device {spec.device} it is {' or '.join(carriers)}"
@@ -258,7 +257,7 @@ def _check_fits(spec: Spec) -> None:
 
 
 def _check_npu(spec: Spec) -> None:
-    """Cross checks of a spec for device npu. ConfigError."""
+    """ConfigError for values that device npu cannot take."""
     depth = spec.speculation.draft_tokens
     if depth != "auto" and depth >= NPU_MAX_ROWS:
         rule = (

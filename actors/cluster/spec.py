@@ -1,8 +1,8 @@
 """Spec: the frozen configuration of one engine, as cluster.yaml gives it.
 
     cluster.yaml -> reader.py -> Spec        Spec + ModelConfig -> pages -> RunConfig
-RunConfig is what the model room gets to see. `Spec.origins` remembers where each value was written,
-so that an error raised later still names the place to change.
+A RunConfig is the part that the model room knows. `Spec.origins` remembers where each value was
+written, so that an error raised later still names the place to change.
 """
 
 from __future__ import annotations
@@ -17,30 +17,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from outrider.actors.cluster.kinds import (
-    NPU_PAGE_TOKENS,
-    free_host_bytes,
-)
+from outrider.actors.cluster.kinds import NPU_PAGE_TOKENS, free_host_bytes
 from outrider.model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
 from outrider.model.folder import resolve_model
 from outrider.model.step import MAX_DRAFT_TOKENS
 from outrider.parallel import affinity
 
 DEFAULT_FILE = "cluster.yaml"
-
-
-MAX_AUTO_MODEL_LEN = 4096
-
-
-MAX_AUTO_DEPTH = 5
-
+MAX_AUTO_MODEL_LEN, MAX_AUTO_DEPTH = 4096, 5
+"""What `auto` means at most for limits.max_model_len and speculation.draft_tokens."""
 
 Count = Annotated[int, Meta(ge=1)]
-
-
 Amount = Annotated[int, Meta(ge=0)]
-
-
 Seconds = Annotated[float, Meta(gt=0)]
 
 
@@ -57,7 +45,7 @@ class ParallelSpec:
     host has, where they suffice (on npu those near the card, where npu-smi names them); null: no
     pinning."""
     driver_cpus: str | None = None
-    """Range of the driver; null leaves it alone."""
+    """Range of the driver; null: it is not pinned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,19 +132,19 @@ class ServeSpec:
     slots: Count | None = None
     """Requests that decode together when serving; null: limits.max_slots."""
     num_replicas: Count = 1
-    """Replicas, the fewest where max_replicas lets them grow."""
+    """Replicas; with max_replicas the fewest that run."""
     max_replicas: Count | None = None
-    """Most replicas, by load; null: num_replicas always."""
+    """Most replicas, which Serve starts and ends by load; null: num_replicas at all times."""
     api_key_file: str | None = None
     """File of the keys that clients may use, one a line; null: everyone may."""
     queue_timeout_s: Seconds = 60.0
     """Longest wait for a slot; then 429."""
     drain_timeout_s: Seconds = 60.0
-    """How long requests may go on once a replica is told to end."""
+    """How long open requests may go on when a replica is to end."""
     max_body_bytes: Count = 4 << 20
-    """Of a request."""
+    """Largest body of a request."""
     max_choices: Count = 128
-    """Prompts x n of a request."""
+    """Most answers of a request: prompts x n."""
 
 
 SECTIONS = {
@@ -172,14 +160,14 @@ SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """All of cluster.yaml. `load_spec` makes one and checks it."""
+    """All of cluster.yaml. `reader.load_spec` makes one and checks it."""
 
     model: str
-    """A local Hugging Face folder or a hub id; a relative folder counts from the file."""
+    """A local Hugging Face folder, relative to the file, or a hub id."""
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     """Device kind of every rank."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights, activations and KV; auto: float32 on cpu, bfloat16 elsewhere."""
+    """Type of weights, activations and KV; auto: float32 on cpu, bfloat16 elsewhere."""
     parallel: ParallelSpec = ParallelSpec()
     speculation: SpeculationSpec = SpeculationSpec()
     cache: CacheSpec = CacheSpec()
@@ -188,10 +176,10 @@ class Spec:
     serve: ServeSpec = ServeSpec()
     ablation: Ablation = field(default_factory=Ablation)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Dotted key -> where it was written, for errors; no key of the file."""
+    """Dotted key -> where it was written, for errors. Not itself a key of the file."""
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """The error for the value under a dotted key: value, rule and place to change it."""
+        """An error that names a dotted key, its value, the rule, and the place to change it."""
         value = functools.reduce(getattr, key.split("."), self)
         return config_error(key, value, self.origins.get(key, "default"), rule)
 
@@ -237,6 +225,7 @@ class Spec:
         return self._usable("parallel.driver_cpus", self.parallel.driver_cpus, allowed)
 
     def _usable(self, key: str, text: str, allowed: frozenset[int]) -> frozenset[int]:
+        """The allowed CPUs of a configured range. ConfigError for none, a warning for some."""
         wanted = affinity.parse_cpu_range(text)
         try:
             usable = affinity.usable_cpus(wanted, allowed)
@@ -248,10 +237,11 @@ class Spec:
         return usable
 
     def open_model(self, *, check_weights: bool = True) -> tuple[Path, ModelConfig]:
-        """Find the checkpoint and check that it fits this spec; reads headers, never weights.
+        """Find the checkpoint and check that it fits this spec; returns its folder and its config.
 
+        Reads the headers of weight files, and only with check_weights downloads them for a hub id.
         Raises ConfigError for a missing folder, a foreign architecture, counts that the ranks do
-        not divide, and (with check_weights) tensors that are missing, unused or mis-shaped.
+        not divide, and with check_weights for tensors that are missing, unused or mis-shaped.
         """
         from outrider.model import weights
 
@@ -281,7 +271,7 @@ class Spec:
         return self.limits.max_model_len
 
     def run_config(self, model: ModelConfig, model_dir: Path, num_pages: int) -> RunConfig:
-        """What one rank's runner needs. Raises ConfigError when the model cannot do as told."""
+        """What one rank's runner needs. Raises ConfigError for what the model cannot do."""
         depth, auto = self.speculation.draft_tokens, self.speculation.draft_tokens == "auto"
         if depth == "auto":
             depth = MAX_AUTO_DEPTH if model.num_mtp_layers else 0
@@ -312,7 +302,8 @@ class Spec:
         )
 
     def page_budget(self, memory_bytes: int | None = None) -> int:
-        """Bytes a rank may use. memory_bytes: of one rank; None: its share of the free host's."""
+        """Bytes that a rank may use. memory_bytes: what it has; None: an equal part of the host's
+        free memory."""
         if memory_bytes is None:
             memory_bytes = free_host_bytes() // self.parallel.tensor_parallel
         return int(memory_bytes * self.cache.max_memory_utilization)
@@ -320,11 +311,11 @@ class Spec:
     def resolve_pages(
         self, model: ModelConfig, model_dir: Path, memory_bytes: int | None = None
     ) -> int:
-        """cache.num_pages with "auto" replaced, the null page included; memory as `page_budget`.
+        """cache.num_pages with "auto" replaced, the null page included.
 
-        Without memory_bytes on another device than the CPU: the pages that are wanted, since only a
-        rank sees its device. Raises ConfigError when too few fit to be of use, or fewer than were
-        asked for.
+        memory_bytes: what a rank has. None on the CPU is an equal part of the host's free memory;
+        None on another device gives the pages that are wanted, since only a rank sees its device.
+        Raises ConfigError when a request of full length, or what was asked for, does not fit.
         """
         from outrider.model.plan import check_pages, memory_plan, overshoot_rows, pages_for
 

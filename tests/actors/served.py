@@ -17,7 +17,7 @@ from ray import serve
 
 from outrider.actors.driver.messages import Completion
 from outrider.actors.engine import Engine, Sampling
-from outrider.actors.serve import APPLICATION
+from outrider.actors.server import APPLICATION
 from tests.conftest import RunningCluster
 from tests.test_end_to_end import TINY
 

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +27,10 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
+from outrider.actors import server
 from outrider.actors.engine import Sampling
 from outrider.actors.serve import api_keys, application, build, serving_spec
+from outrider.actors.server import serving
 from outrider.model.config import ConfigError, load_config
 from outrider.model.text import Tokenizer
 from tests.actors.footprint import Footprint
@@ -344,6 +347,36 @@ def test_api_keys_are_one_a_line(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=why):
             api_keys(spec)
+
+
+def test_a_route_that_another_application_has_is_an_error_of_one_line(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `serve run` leaves one behind at /; here it is the server of these tests."""
+    monkeypatch.setattr(server, "APPLICATION", "second")
+    spec = serving_spec(None, {"model": str(TINY), "rank_cpus": None})
+    started_s = time.monotonic()
+    says = r'Serve refuses: Prefix / .*by application "outrider"'
+    with pytest.raises(ConfigError, match=says), serving(spec):
+        pass
+    assert time.monotonic() - started_s < 20
+    assert served.settle()
+
+
+def test_the_error_of_a_replica_that_cannot_start_is_shown(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    tokenizer["model"]["type"] = "Unheard"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    monkeypatch.setattr(server, "APPLICATION", "second")
+    monkeypatch.setattr(server, "ROUTE", "/second")
+    spec = serving_spec(None, {"model": str(folder), "rank_cpus": None, "tensor_parallel": 1})
+    says = rf"^{folder}/tokenizer\.json: cannot be loaded: "
+    with pytest.raises(ConfigError, match=says), serving(spec):
+        pass
+    assert served.settle()
 
 
 def test_ctrl_c_ends_serve_run_and_the_ranks(served: Served) -> None:

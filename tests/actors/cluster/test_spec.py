@@ -117,6 +117,7 @@ def test_a_spec_travels_to_other_processes() -> None:
         ("device: cpu", ["model is not set", "--model"]),
         ("model: m\nmodel: n", ["line 2", '"model" is written twice']),
         ("model: [", ["not a YAML file"]),
+        ("model: m\n? [a, b]\n: c", ["not a YAML file", "unhashable key"]),
         ("- model", ["expected `key: value` lines, found list"]),
         ("provider: {type: aws}\nmax_workers: 2", ["max_workers, provider", "`ray up`"]),
     ],
