@@ -139,10 +139,15 @@ def test_a_submitted_job_answers_its_whole_file(
     source, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     held = held_cpus(placement_group_table())
-    done = subprocess.run(
-        [sys.executable, "examples/submit_job.py", cluster.dashboard, str(source), str(output)],
-        cwd=repo, env=cluster.environ(), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    for _ in range(20):
+        done = subprocess.run(
+            [sys.executable, "examples/submit_job.py", cluster.dashboard, str(source), str(output)],
+            cwd=repo, env=cluster.environ(), capture_output=True, text=True, timeout=200,
+            check=False,
+        )  # fmt: skip
+        if "No available agent" not in done.stderr:
+            break
+        time.sleep(2)  # a cluster that has just started takes jobs some seconds later
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 of 4 lines, 0 refused" in done.stdout
     records = {record["id"]: record for record in map(json.loads, output.read_text().splitlines())}
