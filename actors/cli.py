@@ -323,7 +323,7 @@ def _token_ids(text: str) -> list[int]:
 def _chat_prompts(
     config: Path | None, options: Mapping[str, Any], prompts: Sequence[str | list[int]]
 ) -> list[str | list[int]]:
-    """Texts become the token ids of a user's turn; ids stay as they are."""
+    """The prompts with each text as the token ids of a user's message; ids stay as they are."""
     from outrider.actors.cluster.reader import load_spec
     from outrider.model.config import ConfigError
     from outrider.model.text import Tokenizer
@@ -342,7 +342,7 @@ def _chat_prompts(
 
 @contextlib.contextmanager
 def _stdout_kept() -> Iterator[TextIO]:
-    """The real stdout for our answers, while Ray and others that print get stderr."""
+    """Yields stdout for the answers; whatever else prints meanwhile, such as Ray, gets stderr."""
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         yield out
@@ -413,9 +413,9 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
 
 
 def _statistics(stats: Sequence[RequestStats], tokens: int, elapsed_s: float) -> str:
-    """One line on a run of one or more requests; rates are shares of what was drafted.
+    """One line of statistics over one or more requests.
 
-    The prefill yields each request's first token, the iterations yield the others.
+    Tokens an iteration leave out the first token of each request, which its prefill yields.
     """
     iterations = sum(one.iterations for one in stats)
     drafted, accepted = (sum(getattr(one, n) for one in stats) for n in ("drafted", "accepted"))

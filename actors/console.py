@@ -18,10 +18,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
+from outrider.actors.loading import LoadingBar
 from outrider.actors.options import FAILED, INTERRUPTED, USER_ERROR
 
 OURS = "outrider"
@@ -99,28 +100,17 @@ class _Loading:
 
     def __init__(self, lines: _Lines) -> None:
         self._lines = lines
-        self._bar: Any = None
+        self._bar = LoadingBar() if sys.stderr.isatty() else None
         self._told_s = time.monotonic()
 
     def update(self, done: int, total: int) -> None:
         """Both in bytes over all ranks; total 0: not known yet."""
         now = time.monotonic()
-        if not total:
-            return
-        if sys.stderr.isatty():
-            self._draw(done, total)
-        elif now - self._told_s > REPORT_S:
+        if self._bar is not None:
+            self._bar.update(done, total)
+        elif total and now - self._told_s > REPORT_S:
             self._told_s = now
-            self._lines.line(f"weights: {done / 2**30:.1f} of {total / 2**30:.1f} GiB")
-
-    def _draw(self, done: int, total: int) -> None:
-        from tqdm import tqdm
-
-        if self._bar is None:
-            self._bar = tqdm(desc="loading weights", total=total, unit="B", unit_scale=True)
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
+            self._lines.line(f"weights: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
 
 def _on_interrupt(number: int, frame: object) -> NoReturn:

@@ -31,6 +31,7 @@ from outrider.actors.driver.assembly import DriverSetup, limits_of
 from outrider.actors.driver.client import EngineClient
 from outrider.actors.driver.messages import Chunk, Completion, GenerationRequest, RequestStats
 from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
+from outrider.actors.loading import LoadingBar
 from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.step import Sampling
 
@@ -283,12 +284,5 @@ def _progress(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
     if on_progress is not None or not sys.stderr.isatty():
         yield on_progress
         return
-    from tqdm import tqdm
-
-    with tqdm(desc="loading weights", unit="B", unit_scale=True, file=sys.stderr) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total or None
-            bar.update(done - bar.n)
-
-        yield show
+    with contextlib.closing(LoadingBar()) as bar:
+        yield bar.update

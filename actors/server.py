@@ -167,7 +167,7 @@ def start_error(text: str) -> Exception:
     kind, _, message = last.partition(": ")
     if kind.rpartition(".")[2] in USER_ERRORS:
         return ConfigError(message)
-    return EngineDeadError(f"the engine did not start: {last}", text)
+    return EngineDeadError(f"the server did not start: {last}", text)
 
 
 def _end(cluster: Cluster) -> None:

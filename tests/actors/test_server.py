@@ -39,6 +39,6 @@ def test_the_last_line_of_serves_account_is_the_cause() -> None:
     assert (type(own), str(own)) == (ConfigError, "rank 0: no room: for pages")
     other = start_error(TRACE + "KeyError: 'x'\n")
     assert isinstance(other, EngineDeadError)
-    assert str(other) == "the engine did not start: KeyError: 'x'"
+    assert str(other) == "the server did not start: KeyError: 'x'"
     assert "serve.py" in other.detail
-    assert str(start_error("")) == "the engine did not start: "
+    assert str(start_error("")) == "the server did not start: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -53,3 +54,20 @@ def test_any_other_file_is_refused(tmp_path: Path) -> None:
 def test_a_hub_id_without_a_network_says_so() -> None:
     with pytest.raises(ConfigError, match="hub could not be reached"):
         resolve_model("outrider-test/not-there")
+
+
+def test_weights_are_downloaded_only_where_they_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`outrider plan` of a hub id needs its config.json alone."""
+    asked: list[set[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append(set(allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for wanted in (True, False):
+        assert resolve_model("owner/name", with_weights=wanted) == tmp_path
+    assert asked[0] - asked[1] == {"*.safetensors"}
+    assert "*.json" in asked[1]
