@@ -35,7 +35,7 @@ class Footprint:
 
     def wait_until_gone(self, timeout_s: float = 20.0) -> None:
         """Returns once no process lives and no file exists; AssertionError names the others."""
-        _wait(lambda: [one for one in self.processes if one.is_running()], timeout_s)
+        _wait(lambda: [one for one in self.processes if _lives(one)], timeout_s)
         _wait(lambda: [path for path in self.files if path.exists()], timeout_s)
 
 
@@ -55,6 +55,14 @@ def wait_until_free(resource: str, amount: float) -> None:
     while ray.available_resources().get(resource) != amount:
         assert time.monotonic() < deadline_s, ray.available_resources()
         time.sleep(0.1)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie does not: it has ended, and its parent has not taken note."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _family(pid: int) -> list[psutil.Process]:
