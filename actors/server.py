@@ -191,11 +191,11 @@ def drain(replicas: DeploymentHandle, timeout_s: float) -> None:
     are still open: so this comes first. After timeout_s open requests end with an error.
     """
     deadline_s = time.monotonic() + timeout_s
-    while _open_requests(replicas):
-        if time.monotonic() >= deadline_s:
-            _open_requests(replicas, cut=True)
-            return
-        time.sleep(DRAIN_POLL_S)
+    try:
+        while _open_requests(replicas) and time.monotonic() < deadline_s:
+            time.sleep(DRAIN_POLL_S)
+    finally:  # also when a second Ctrl-C strikes
+        _open_requests(replicas, cut=True)
 
 
 def _open_requests(replicas: DeploymentHandle, *, cut: bool = False) -> int:

@@ -116,6 +116,31 @@ def test_the_serve_command_answers_and_leaves_nothing_after_ctrl_c(
 
 
 @pytest.mark.slow
+def test_a_second_ctrl_c_cuts_what_is_open(repo: Path) -> None:
+    port = free_port()
+    with (
+        serve_command(repo, port) as process,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client,
+    ):
+        footprint = Footprint.of(process.pid)
+        stream = client.completions.create(
+            model="tiny", prompt="a", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert "ending" in process.stderr.readline()
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match=r"draining|ending|shut"):
+            list(stream)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert (out, err) == ("", "")
+        footprint.wait_until_gone()
+
+
+@pytest.mark.slow
 def test_ctrl_c_while_a_server_starts_is_quiet_and_leaves_nothing(repo: Path) -> None:
     with serve_command(repo, free_port(), until="ranks, which load the weights") as process:
         footprint = Footprint.of(process.pid)
