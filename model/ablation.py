@@ -21,6 +21,7 @@ from outrider.model.batch import DecodeBatch
 from outrider.model.config import Ablation
 from outrider.model.executor import Executor, MtpDrafter, RunPiece
 from outrider.model.gdn import GatedDeltaNet
+from outrider.model.sampling import NO_FEATURES
 from outrider.model.step import MAX_DRAFT_TOKENS
 from outrider.parallel.device import Device
 from outrider.parallel.graph import Graphs
@@ -42,11 +43,13 @@ def install_old_parts(executor: Executor) -> None:
         for layer in executor.target.layers:
             if isinstance(layer.mixer, GatedDeltaNet):
                 layer.mixer.in_proj = PackedProjections(layer.mixer, device)
+    if isinstance(executor.drafter, MtpDrafter):
+        executor.drafter.coupled = not ablation.argmax_drafts
     keep = ablation.greedy_probabilities
     if keep or ablation.gather_logits:
-        executor.head = target = GatheredHead(executor.head.weight, device, keep)
+        executor.head = target = GatheredHead(executor.head, device, keep)
         if isinstance(executor.drafter, MtpDrafter):
-            draft = GatheredHead(executor.drafter.head.weight, device, keep)
+            draft = GatheredHead(executor.drafter.head, device, keep)
             executor.drafter.head = draft
             if keep:
                 executor.check_drafts = ProbabilityCheck(target, draft)
@@ -55,12 +58,12 @@ def install_old_parts(executor: Executor) -> None:
 def run_in_pieces(graphs: Graphs, device: Device, batch: DecodeBatch) -> RunPiece:
     """A RunPiece that makes each piece a graph of its own, and waits after each draft pass.
 
-    The pieces of a batch that gathers logits are not captured; it waits all the same.
+    The pieces of a batch that samples are not captured; it waits all the same.
     """
 
     def run(name: int | str, work: Callable[[], Any]) -> Any:
         key = (len(batch.slots), batch.num_drafts, name)
-        result = graphs.run(key, work) if batch.with_logits is None else work()
+        result = graphs.run(key, work) if batch.features == NO_FEATURES else work()
         if isinstance(name, int):
             device.synchronise()
         return result
@@ -99,9 +102,9 @@ class PackedProjections(ColumnLinear):
 class GatheredHead(LMHead):
     """A head that gathers whole logits for greedy rows too; `keep`: and keeps probabilities."""
 
-    def __init__(self, weight: Tensor, device: Device, keep: bool) -> None:
-        super().__init__(weight, device)
-        self.keep = keep
+    def __init__(self, head: LMHead, device: Device, keep: bool) -> None:
+        super().__init__(head.weight, device)
+        self.scales, self.keep = head.scales, keep
         self.probabilities: deque[Tensor] = deque(maxlen=MAX_DRAFT_TOKENS)
         """[N, V] float32 of each of the last calls."""
 

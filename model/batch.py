@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from outrider.model.config import RunConfig
-from outrider.model.edits import CAPTURED_FEATURES, NO_FEATURES, SamplingFeatures
 from outrider.model.plan import pages_for, powers_of_two
 from outrider.model.prefill import PaddedSpans
 from outrider.model.running import RunningRequest
+from outrider.model.sampling import CAPTURED_FEATURES, NO_FEATURES, captured_as, features_of
 from outrider.parallel.device import Device
+from outrider.parallel.operands import SamplingFeatures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +42,8 @@ class DecodeBatch:
     """No slot has more rows than this to fold into its states; 0 when all come from prefill."""
     num_pages: int
     """The rows of no slot lie beyond this many pages of its block table."""
-    with_logits: Tensor | None = None
-    """[n] int64: indices into `slots` of those whose whole logits are gathered; None for none."""
-    any_greedy: bool = True
-    """Whether any slot takes the head's best pair instead of a pick from whole logits."""
     features: SamplingFeatures = NO_FEATURES
-    """What the logits are needed for."""
+    """What some slot needs beside its best logit."""
     host_lengths: tuple[list[int], ...] | None = None
     """Rows.host_lengths [B] of each draft pass, then of the verify pass; None for devices without
     the capability of this name."""
@@ -55,7 +52,7 @@ class DecodeBatch:
     def key(self) -> tuple[object, ...]:
         """All that the shape of the iteration depends on. It is captured once for each key."""
         shape = (len(self.slots), self.num_drafts)
-        return shape if self.with_logits is None else (*shape, self.features)
+        return shape if self.features == NO_FEATURES else (*shape, self.features)
 
     def host_lengths_of(self, index: int) -> list[int] | None:
         """Those of draft pass `index`, or of the verify pass for -1."""
@@ -83,10 +80,8 @@ class PromptChunk:
     """[E] int64: indices into `slots` of prompts that end here; None when none does."""
     num_pages: int
     """The rows of no slot lie beyond this many pages of its block table."""
-    with_logits: Tensor | None = None
-    """[n] int64: indices into `ends` of those that need whole logits; None when none does."""
     features: SamplingFeatures = NO_FEATURES
-    """What the logits are needed for."""
+    """What some prompt that ends here needs beside its best logit."""
     host_lengths: list[int] | None = None
     """Rows.host_lengths [B]; None for devices without the capability of this name."""
 
@@ -119,11 +114,10 @@ class BatchPacker:
         padding = size - len(requests)
         slots = [r.slot for r in requests] + [run.max_slots] * padding
         padded_limits = [*limits, *[0] * padding]
-        with_logits = [i for i, r in enumerate(requests) if r.sampling.needs_logits]
-        features = SamplingFeatures.of([requests[i].sampling for i in with_logits])
-        if can.graphs and (can.sampled_graphs or not with_logits):
-            features = features.captured_as()
-            return self._captured(slots, padded_limits, num_drafts, features, requests)
+        features = features_of([r.sampling for r in requests])
+        if can.graphs and (can.sampled_graphs or features == NO_FEATURES):
+            variant = captured_as(features)
+            return self._captured(slots, padded_limits, num_drafts, variant, requests)
         last_rows = max(r.last_rows for r in requests)
         rows = run.draft_tokens + 1
         num_positions = rows + max(r.num_tokens + r.in_flight * rows for r in requests)
@@ -137,8 +131,6 @@ class BatchPacker:
             max_kept=max(1, last_rows),
             max_fold=last_rows,
             num_pages=num_pages,
-            with_logits=self._ints(with_logits) if with_logits else None,
-            any_greedy=len(with_logits) < size,
             features=features,
             host_lengths=self._host_lengths(requests, size, num_drafts, max(1, last_rows)),
         )
@@ -164,8 +156,7 @@ class BatchPacker:
         """The batch that the captured iteration of this shape reads, with these values in it.
 
         Its numbers of rows and pages are the largest possible; counts on the device say how many of
-        them are real. Logits are gathered of all slots or of none, and SlotTensors.needs_logits
-        says which slots use them.
+        them are real.
         """
         width, size = self.run.draft_tokens + 1, len(slots)
         host_lengths = self._host_lengths(requests, size, num_drafts, width)
@@ -178,7 +169,6 @@ class BatchPacker:
                 max_kept=width,
                 max_fold=width,
                 num_pages=self.max_pages,
-                with_logits=None if features == NO_FEATURES else self._ints(range(size)),
                 features=features,
                 host_lengths=host_lengths,
             )
@@ -220,7 +210,6 @@ class BatchPacker:
             following.append(_padded(prompt[span.start + 1 : span.stop + 1], width))
         ends = [i for i, span in enumerate(spans) if span.ends_prompt]
         samplings = [spans[i].request.sampling for i in ends]
-        with_logits = [j for j, sampling in enumerate(samplings) if sampling.needs_logits]
         longest = max(span.stop for span in spans)
         return PromptChunk(
             slots=self._ints([span.request.slot for span in spans]),
@@ -231,8 +220,7 @@ class BatchPacker:
             draft_counts=self._ints([span.count - span.ends_prompt for span in spans]),
             ends=self._ints(ends) if ends else None,
             num_pages=pages_for(longest, self.run.page_tokens),
-            with_logits=self._ints(with_logits) if with_logits else None,
-            features=SamplingFeatures.of([samplings[j] for j in with_logits]),
+            features=features_of(samplings),
             host_lengths=[longest] if self.device.capabilities.host_lengths else None,
         )
 

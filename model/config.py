@@ -138,6 +138,8 @@ class Ablation:
     """Gather all logits of greedy rows, and compute and keep their probabilities."""
     gather_logits: bool = False
     """Gather all logits of greedy rows instead of one (value, id) pair from each rank."""
+    argmax_drafts: bool = False
+    """Draft each sampled request's likeliest token, instead of drawing with the target's noise."""
     no_graph: bool = False
     """Launch every operation from the host instead of replaying graphs."""
 

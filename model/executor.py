@@ -11,6 +11,7 @@ Shapes: B slots of a batch | K drafts | R = K+1 rows | T prompt tokens of a chun
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,15 +24,12 @@ from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.mtp import MtpDraft
 from outrider.model.plan import storages
 from outrider.model.qwen3_5 import Qwen35
+from outrider.model.sampling import NO_FEATURES
 from outrider.model.slots import SlotTensors
 from outrider.model.weights import head_share
 from outrider.parallel.device import Device
-from outrider.parallel.operands import GatheredSlots
+from outrider.parallel.operands import GatheredSlots, PickRows
 from outrider.parallel.vocab import Fp8Head, LMHead
-
-PICK_ROWS = 64
-"""Rows whose tokens are picked from whole logits at once. Picking takes about a dozen times V
-numbers a row, and a large batch of them may be more than what is free beside the model."""
 
 RunPiece = Callable[[int | str, Callable[[], Any]], Any]
 """(name of a piece of an iteration, its work) -> what the work returns. Draft passes are named by
@@ -65,8 +63,10 @@ class Drafter(Protocol):
 class MtpDrafter:
     """Drafts with the checkpoint's MTP layer, which remembers rows as keys and values."""
 
-    def __init__(self, draft: MtpDraft, head: LMHead | Fp8Head, slots: SlotTensors) -> None:
+    def __init__(self, draft: MtpDraft, head: LMHead, slots: SlotTensors) -> None:
         self.draft, self.head, self.slots = draft, head, slots
+        self.coupled = True
+        """Whether a sampled slot's drafts are drawn with the noise of the target's own rows."""
 
     def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
         table = self.slots.table_of(chunk.slots, chunk.num_pages)
@@ -89,7 +89,7 @@ class MtpDrafter:
         hidden, draft = run(0, lambda: self._first_pass(batch, gathered))
         drafts = [draft]
         for i in range(1, batch.num_drafts):
-            hidden, draft = run(i, partial(self._next_pass, i, batch, gathered, hidden, drafts[-1]))
+            hidden, draft = run(i, partial(self._next_pass, batch, gathered, hidden, [*drafts]))
             drafts.append(draft)
         return run("drafts", lambda: torch.stack(drafts, 1))
 
@@ -106,12 +106,14 @@ class MtpDrafter:
         hidden = self.draft(gathered.hidden, gathered.fresh, rows)
         last = (gathered.kept - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         hidden = hidden.gather(1, last)
-        return hidden, self.head.greedy(hidden.squeeze(1))
+        return hidden, self._choose(hidden, batch, gathered, [])
 
     def _next_pass(
-        self, i: int, batch: DecodeBatch, gathered: GatheredSlots, hidden: Tensor, draft: Tensor
+        self, batch: DecodeBatch, gathered: GatheredSlots, hidden: Tensor, drafts: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Pass i over one row a slot: hidden [B, 1, H] and draft [B] of pass i - 1 -> its own."""
+        """The pass after those that made `drafts` [B], over one row a slot: the last one's hidden
+        [B, 1, H] -> its own, and a draft."""
+        i = len(drafts)
         rows = self.slots.rows(
             batch.slots,
             gathered.length,
@@ -121,8 +123,28 @@ class MtpDrafter:
             shift=i - 1,
             host_lengths=batch.host_lengths_of(i),
         )
-        hidden = self.draft(hidden, draft.unsqueeze(1), rows)
-        return hidden, self.head.greedy(hidden.squeeze(1))
+        hidden = self.draft(hidden, drafts[-1].unsqueeze(1), rows)
+        return hidden, self._choose(hidden, batch, gathered, drafts)
+
+    def _choose(
+        self, hidden: Tensor, batch: DecodeBatch, gathered: GatheredSlots, drafts: list[Tensor]
+    ) -> Tensor:
+        """The draft [B] that follows `drafts`, from hidden [B, 1, H].
+
+        The target keeps a draft that equals its own token. So the draft is picked as the target
+        picks that token: with the same edits, filters and noise, from the draft's logits.
+        """
+        features = replace(batch.features, logprobs=False)
+        if features == NO_FEATURES or not self.coupled:
+            return self.head.greedy(hidden.squeeze(1))
+        rows = PickRows(
+            slots=batch.slots,
+            last=gathered.length,
+            shift=len(drafts),
+            drafts=torch.stack(drafts, 1) if drafts and features.edited else None,
+        )
+        by_slot = self.slots.sampling.by_slot
+        return self.head.pick(hidden, rows, by_slot, features, exact=False)[0].squeeze(1)
 
 
 class Executor:
@@ -174,10 +196,11 @@ class Executor:
         """Bytes held as "weights", "states" and "kv"; storage that is shared counts once."""
         memory = storages([self.slots, self.states, self.pages, self.draft_pages])
         pages = [self.pages, *([self.draft_pages] if self.draft_pages else [])]
-        by_slot = [self.states, self.slots.backlog]
+        by_slot = [*self.states.tensors(), *self.slots.backlog.tensors()]
+        by_slot += self.slots.sampling.tables()
         return {
             "weights": sum(n for address, n in storages(self).items() if address not in memory),
-            "states": sum(t.nbytes for part in by_slot for t in part.tensors()),
+            "states": sum(t.nbytes for t in by_slot),
             "kv": sum(t.nbytes for part in pages for t in part.tensors()),
         }
 
@@ -214,31 +237,29 @@ class Executor:
     def pick_firsts(
         self, chunk: PromptChunk, tokens: Tensor, last_hidden: Tensor
     ) -> tuple[Tensor, ...]:
-        """The first tokens [E] of prompts, picked from whole logits for the slots that need it.
+        """The first tokens [E, 1] of prompts, picked as their requests say.
 
         tokens, last_hidden: what prefill returned. Where log probabilities are asked for, their ids
-        and values [E, 1, 1 + n] follow (edits.log_probs); they are zero for the other slots.
+        and values [E, 1, 1 + n] follow (sampling.log_probs).
         """
-        if chunk.with_logits is None or chunk.ends is None:
-            return (tokens,)
-        indices = chunk.with_logits
-        slots = chunk.slots[chunk.ends][indices]
-        picked, *log_probs = self._pick_rows(
-            last_hidden[indices], slots, self.slots.length[slots], chunk
-        )
-        self.slots.last[slots] = picked
-        self.slots.fresh[slots, 0] = picked
-        return (
-            tokens.index_copy(0, indices, picked),
-            *(_scatter(part.unsqueeze(1), indices, len(tokens)) for part in log_probs),
-        )
+        if chunk.features == NO_FEATURES or chunk.ends is None:
+            return (tokens.unsqueeze(1),)
+        slots, memory = chunk.slots[chunk.ends], self.slots.sampling
+        rows = PickRows(slots=slots, last=self.slots.length[slots] - 1)
+        hidden = last_hidden.unsqueeze(1)
+        picked, *log_probs = self.head.pick(hidden, rows, memory.by_slot, chunk.features)
+        self.slots.last[slots] = picked.squeeze(1)
+        self.slots.fresh[slots, 0] = picked.squeeze(1)
+        if chunk.features.edited:
+            self._count_tokens(slots, picked, torch.ones_like(slots))
+        return (picked, *log_probs)
 
     def iterate(self, batch: DecodeBatch, run: RunPiece = run_at_once) -> tuple[Tensor, ...]:
         """Draft, verify, accept and commit.
 
         -> targets [B, K+1] int64 and kept [B] int64: the b-th slot gains targets[b, :kept[b]].
         Where log probabilities are asked for, their ids and values [B, K+1, 1 + n] follow
-        (edits.log_probs); they are zero for slots that need no logits. run: runs each piece.
+        (sampling.log_probs). run: runs each piece.
         """
         gathered = run("gather_slots", lambda: self._gather_slots(batch))
         if self.drafter:
@@ -268,62 +289,30 @@ class Executor:
         )
         tokens = torch.cat((gathered.last.unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
-        targets, *log_probs = self._pick(hidden, batch, gathered.length, tokens)
+        targets, *log_probs = self._pick(hidden, batch, gathered.length, drafts)
         if self.check_drafts is not None:
             drafts = self.check_drafts(drafts, targets)
         kept = self.device.ops.accept_commit(
             batch.slots, drafts, targets, batch.limits, hidden, self.memory
         )
+        if batch.features.edited:
+            self._count_tokens(batch.slots, targets, kept)
         return (targets, kept, *log_probs)
 
     def _pick(
-        self, hidden: Tensor, batch: DecodeBatch, length: Tensor, tokens: Tensor
+        self, hidden: Tensor, batch: DecodeBatch, length: Tensor, drafts: Tensor
     ) -> tuple[Tensor, ...]:
         """The target's own token of every row [B, R]; then log probabilities as in iterate.
 
-        It is the head's best pair, or for slots that need logits the pick from them. hidden
-        [B, R, H]; length [B]: position of each slot's first row; tokens [B, R]: those in the rows.
+        hidden [B, R, H]; length [B]: position of each slot's first row; drafts [B, K]: the tokens
+        in its other rows.
         """
-        num_slots, num_rows = hidden.shape[:2]
-        indices, targets = batch.with_logits, length.new_empty(num_slots, num_rows)
-        if batch.any_greedy:
-            targets = self.head.greedy(hidden.flatten(0, 1)).view(num_slots, num_rows)
-        if indices is None:
-            return (targets,)
-        slots, first = batch.slots[indices], length[indices]
-        if batch.features.edited:
-            self.slots.edits.write_text(slots, first, tokens[indices])
-        ahead = torch.arange(1, num_rows + 1, device=length.device)
-        picked, *log_probs = self._pick_rows(
-            hidden[indices].flatten(0, 1),
-            slots.repeat_interleave(num_rows),
-            (first.unsqueeze(1) + ahead).flatten(),
-            batch,
-        )
-        needs_logits = self.slots.needs_logits[slots].unsqueeze(1)
-        picked = torch.where(needs_logits, picked.view(-1, num_rows), targets[indices])
-        by_slot = [part.view(len(indices), num_rows, -1) for part in log_probs]
-        return (
-            targets.index_copy(0, indices, picked),
-            *(_scatter(part, indices, num_slots) for part in by_slot),
-        )
+        if batch.features == NO_FEATURES:
+            return (self.head.greedy(hidden.flatten(0, 1)).view(hidden.shape[:2]),)
+        rows = PickRows(slots=batch.slots, last=length, drafts=drafts)
+        return self.head.pick(hidden, rows, self.slots.sampling.by_slot, batch.features)
 
-    def _pick_rows(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, inputs: DecodeBatch | PromptChunk
-    ) -> tuple[Tensor, ...]:
-        """SlotTensors.pick of rows' hiddens [N, H], PICK_ROWS at a time.
-
-        slots, positions [N]: each row's slot, and where the token that it makes will stand.
-        """
-        num_positions = inputs.num_pages * self.run.page_tokens
-        size, features = PICK_ROWS, inputs.features
-        picks = [
-            self.slots.pick(self.head.logits(h), s, p, features, num_positions)
-            for h, s, p in zip(hidden.split(size), slots.split(size), positions.split(size))
-        ]
-        return tuple(torch.cat(parts) for parts in zip(*picks))
-
-
-def _scatter(values: Tensor, indices: Tensor, size: int) -> Tensor:
-    """values [n, ...] at `indices` [n] of a tensor [size, ...] that is zero elsewhere."""
-    return values.new_zeros(size, *values.shape[1:]).index_copy(0, indices, values)
+    def _count_tokens(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Add the first counts[b] of the tokens [B, R] to the answers that edits look at."""
+        memory = self.slots.sampling
+        self.device.ops.count_tokens(memory.history, slots, tokens, counts, memory.first_id)

@@ -16,6 +16,7 @@ import torch
 
 from outrider.model.backlog import Backlog
 from outrider.model.config import ConfigError, ModelConfig, RunConfig
+from outrider.model.sampling import SamplingMemory
 from outrider.model.weights import rules
 from outrider.parallel.device import Capabilities
 
@@ -30,8 +31,8 @@ class MemoryPlan:
     """Bytes of one token's keys and values in the "target" and, with drafts, the "draft"."""
     page_tokens: int
     slot_bytes: int
-    """Bytes of one slot: states, factors and conv windows of all delta-net layers, and the rows
-    that wait for the draft."""
+    """Bytes of one slot: states, factors and conv windows of all delta-net layers, the rows that
+    wait for the draft, and the tables of its logits' edits."""
     num_slots: int
     """Number of slots, including the one that pads batches."""
 
@@ -85,7 +86,8 @@ def _slot_bytes(model: ModelConfig, run: RunConfig, itemsize: int) -> int:
     factors = rows * (keys * g.head_k_dim + heads * g.head_v_dim + heads)
     conv = (g.conv_kernel - 1 + rows) * (2 * g.key_dim + g.value_dim) // size
     backlog = Backlog.slot_bytes(model.hidden_size, itemsize) if run.draft_tokens else 0
-    return len(model.gdn_layers) * (4 * (state + factors) + itemsize * conv) + backlog
+    tables = SamplingMemory.slot_bytes(model.vocab_size // size)
+    return len(model.gdn_layers) * (4 * (state + factors) + itemsize * conv) + backlog + tables
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:

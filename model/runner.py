@@ -26,6 +26,7 @@ from outrider.model.executor import Drafter, Executor
 from outrider.model.plan import check_device, check_pages, memory_plan
 from outrider.model.prefill import PaddedSpans, PrefillPolicy
 from outrider.model.running import InFlight, InFlightStep, RunningRequest, SlotTable
+from outrider.model.sampling import NO_FEATURES
 from outrider.model.step import Join, Leave, Progress
 from outrider.model.weights import load, settle_head
 from outrider.parallel.device import Device
@@ -185,7 +186,7 @@ class Runner:
 
     def run_iteration(self, batch: DecodeBatch) -> tuple[Tensor, ...]:
         """Enqueue an iteration, as a replay where it is captured; -> as Executor.iterate."""
-        greedy = batch.with_logits is None
+        greedy = batch.features == NO_FEATURES
         if self.run.ablation.sync_each_draft:
             pieces = ablation.run_in_pieces(self.graphs, self.device, batch)
             return self.executor.iterate(batch, pieces)
@@ -220,7 +221,7 @@ class Runner:
             tokens, *log_probs = first.results.wait()
             for index, (request, token) in enumerate(zip(first.requests, tokens.tolist())):
                 logprobs = _log_probs(request, index, log_probs)
-                progress += self.slots.add_tokens(request, [token], logprobs, verified=False)
+                progress += self.slots.add_tokens(request, token, logprobs, verified=False)
         step.firsts.clear()
         return progress
 

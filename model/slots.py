@@ -1,6 +1,6 @@
 """What the device knows of each slot: where its request stands, and how it picks tokens.
 
-    Join -> SlotTensors.reset     positions -> rows -> Rows of a pass     logits -> pick -> tokens
+    Join -> SlotTensors.reset     positions -> rows -> Rows of a pass     hidden -> pick -> tokens
 
 It is on the device so that an iteration can be enqueued before the results of the last one are read
 (parallel/operands.py: SlotMemory says what each tensor means). The last slot is padding: it fills a
@@ -17,16 +17,15 @@ from outrider.model.backlog import Backlog
 from outrider.model.blocks import RotaryTable
 from outrider.model.cache import NULL_PAGE
 from outrider.model.config import ModelConfig, RunConfig
-from outrider.model.edits import LogitEdits, SamplingFeatures, log_probs
 from outrider.model.plan import overshoot_rows, pages_for
-from outrider.model.sample import draw, uniform
+from outrider.model.sampling import SamplingMemory
 from outrider.model.step import Join
 from outrider.parallel.device import Device
 from outrider.parallel.operands import Rows, SlotMemory
 
 
 class SlotTensors:
-    """Tensors by slot [S, ...]; the caches' block table, seeds and filters among them."""
+    """Tensors by slot [S, ...]; the caches' block table and the sampling settings among them."""
 
     def __init__(self, model: ModelConfig, run: RunConfig, device: Device) -> None:
         self.run, self.device = run, device
@@ -45,10 +44,7 @@ class SlotTensors:
         self.fresh = integers(slots, rows)
         dtype = getattr(torch, run.dtype)
         self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
-        self.needs_logits = torch.zeros(slots, dtype=torch.bool, device=where)
-        self.seed, self.top_k = integers(slots), integers(slots)
-        self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=where)
-        self.edits = LogitEdits(slots, num_positions, device, num_eos=len(model.eos_ids))
+        self.sampling = SamplingMemory(slots, model.vocab_size, device)
         self.backlog = Backlog(slots if run.draft_tokens else 0, self.hidden)
 
     def tensors(self) -> list[Tensor]:
@@ -67,16 +63,12 @@ class SlotTensors:
 
     def reset(self, join: Join) -> None:
         """Set a slot up for a new request; nothing of the last one remains."""
-        slot, sampling = join.slot, join.sampling
+        slot = join.slot
         self.length[slot], self.kept[slot] = 0, 1
         pages = torch.tensor(join.pages, dtype=torch.int64)
         self.block_table[slot].fill_(NULL_PAGE)
         self.block_table[slot, : len(join.pages)] = self.device.send(pages)
-        self.seed[slot], self.top_k[slot] = sampling.seed or 0, sampling.top_k
-        self.temperature[slot] = sampling.temperature
-        self.needs_logits[slot] = sampling.needs_logits
-        self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
-        self.edits.reset(join)
+        self.sampling.reset(join)
         self.hidden[slot].zero_()
         self.fresh[slot].zero_()
 
@@ -123,35 +115,3 @@ class SlotTensors:
             prefill=prefill,
             host_lengths=host_lengths,
         )
-
-    def pick(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        features: SamplingFeatures,
-        num_positions: int,
-    ) -> tuple[Tensor, ...]:
-        """Pick a token for each row from its logits [N, V] float32; -> tokens [N] int64.
-
-        slots, positions [N] int64: the rows' slots, and where the tokens will stand, all below
-        num_positions. Where `features` has log probabilities, ids and values follow (`log_probs`).
-        """
-        edited = logits
-        if features.edited:
-            edited = self.edits.apply(logits, slots, positions, num_positions)
-        tokens = edited.argmax(-1)
-        if features.drawn:
-            temperature = self.temperature[slots]
-            drawn = draw(
-                edited,
-                torch.where(temperature > 0, temperature, 1.0),
-                self.top_k[slots],
-                self.top_p[slots],
-                self.min_p[slots],
-                uniform(self.seed[slots], positions),
-            )
-            tokens = torch.where(temperature > 0, drawn, tokens)
-        if features.logprobs is None:
-            return (tokens,)
-        return (tokens, *log_probs(logits, tokens, features.logprobs))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
+from outrider.parallel.sampling import MAX_LOGPROBS
+
 MAX_DRAFT_TOKENS = 16
-MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
 
@@ -106,9 +107,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return neutral != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether tokens are picked from whole logits, not from each rank's best (value, id)."""
-        return self.temperature > 0 or self.edits or self.logprobs is not None
+    def filters(self) -> bool:
+        """Whether a token is drawn from some of the tokens only."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):

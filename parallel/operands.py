@@ -1,13 +1,12 @@
 """The groups of tensors that operations take and return together.
 
-    Rows: where the rows of one forward pass lie  GdnLayer: a delta net layer and its memory
-    SlotMemory: what the device holds by slot     GatheredSlots: the same for a batch's slots
-    PartialSum: one rank's part of a sum over the ranks of a group
+    Rows, PickRows: where rows lie      GdnLayer: a delta net      SlotMemory, GatheredSlots: slots
+    SlotSampling, SamplingFeatures: how tokens are picked      PartialSum: a part of a sum
 
 They hold tensors and numbers and compute nothing; parallel/ops.py says what is done with them.
 Shapes: B slots of a batch | S slots in memory | R rows a slot | X most rows a pass leaves
-        N pages in a block table | H hidden | k, h key and value heads of a delta net layer
-        Dk, Dv their widths | C conv channels | W conv kernel
+        N pages in a block table | H hidden | k, h key and value heads of a delta net, Dk, Dv wide
+        C conv channels | W conv kernel | v ids of this rank
 """
 
 from __future__ import annotations
@@ -129,6 +128,66 @@ class GatheredSlots:
     """[B, width, H]"""
     table: Tensor
     """[B, N] int64: pages of each slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingFeatures:
+    """What the rows of a pass need beside the best logit. What is not named here is not done."""
+
+    drawn: bool = False
+    """Some row has a temperature."""
+    filtered: bool = False
+    """Some row has top_k, top_p or min_p."""
+    edited: bool = False
+    """Some row has its logits edited."""
+    logprobs: bool = False
+    """Some row reports log probabilities."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSampling:
+    """How the request of each slot picks its tokens, by slot [S]."""
+
+    seed: Tensor
+    """[S] int64"""
+    drawn: Tensor
+    """[S] bool: whether a token is drawn; otherwise it is the likeliest one."""
+    scale: Tensor
+    """[S] float32: what logits are multiplied by, 1 / temperature; 1 where nothing is drawn."""
+    top_k: Tensor
+    """[S] int64; 0 for all."""
+    top_p: Tensor
+    """[S] float32; 1 for all."""
+    log_min_p: Tensor
+    """[S] float32: ln(min_p); -inf for all."""
+    edited: Tensor
+    """[S] bool: whether the slot has any edits. Where it has none, the values below are stale."""
+    repetition: Tensor
+    """[S] float32, as the penalties of its name in a request; so are the next two."""
+    frequency: Tensor
+    presence: Tensor
+    banned_until: Tensor
+    """[S] int64: tokens at positions below this are none of the banned ids."""
+    history: Tensor
+    """[S, v] int32: for each id of this rank, whether it is in the prompt, whether it is banned,
+    and how often the answer holds it (parallel/sampling.py: IN_PROMPT, BANNED, COUNT_SHIFT)."""
+    bias: Tensor
+    """[S, v] float32: what is added to the logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PickRows:
+    """The rows whose tokens are picked, R of each of B slots: row r makes the token at position
+    last + 1 + shift + r."""
+
+    slots: Tensor
+    """[B] int64"""
+    last: Tensor
+    """[B] int64: position of the last token that SlotSampling.history counts."""
+    shift: int = 0
+    drafts: Tensor | None = None
+    """[B, J] int64: the tokens after that, of which row r has seen the first shift + r. None where
+    no row has seen one, or where no logits are edited."""
 
 
 @dataclass(frozen=True, slots=True)

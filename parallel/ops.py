@@ -16,8 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.parallel import sampling
 from outrider.parallel.group import Group
-from outrider.parallel.operands import GatheredSlots, GdnLayer, PartialSum, Rows, SlotMemory
+from outrider.parallel.operands import (
+    GatheredSlots,
+    GdnLayer,
+    PartialSum,
+    PickRows,
+    Rows,
+    SamplingFeatures,
+    SlotMemory,
+    SlotSampling,
+)
 
 CHUNK_ROWS = 64
 """Prompt rows that the delta rule takes at a time."""
@@ -244,6 +254,62 @@ class Ops:
             pair = self.head_pair_fp8(hidden, head, scales, first_id)
         return self.choose_pair(group.all_gather(pair))
 
+    def pick_ids(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        scales: Tensor | None,
+        first_id: int,
+        group: Group,
+        rows: PickRows,
+        by_slot: SlotSampling,
+        features: SamplingFeatures,
+        *,
+        exact: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Pick a token for each row as its slot's request says (parallel/sampling.py).
+
+        hidden [B, R, H]; head, scales and first_id as in head_ids. -> ids [B, R] int64, the same on
+        every rank. With features.logprobs, ids and log probabilities of the unedited logits follow
+        (sampling.log_probs), [B, R, 1 + n]. Without `exact`, a kept set that is larger than what
+        the ranks offer may be cut: for drafts, which the target judges.
+        """
+        logits = self.head_logits(hidden, head, scales).float()
+        num_slots, num_rows, width = logits.shape
+        edited = logits
+        if features.edited:
+            edited = sampling.edit(logits, rows, by_slot, first_id)
+        slots = rows.slots.repeat_interleave(num_rows)
+        x = edited.flatten(0, 1) * by_slot.scale[slots].unsqueeze(1)
+        ids = torch.arange(first_id, first_id + width, device=x.device)
+        noised = x
+        if features.drawn:
+            positions = sampling.positions_of(rows, num_rows).flatten()
+            noise = sampling.gumbel(by_slot.seed[slots], positions, ids)
+            noised = torch.where(by_slot.drawn[slots].unsqueeze(1), x + noise, x)
+        if features.filtered:
+            keys = sampling.order_keys(x, ids)
+            first = sampling.kept_from(x, keys, slots, by_slot, group, exact=exact)
+            noised = noised.masked_fill(keys < first.unsqueeze(1), float("-inf"))
+        tokens = self.choose_pair(group.all_gather(self.top_pair(noised, first_id)))
+        picked = tokens.view(num_slots, num_rows)
+        if not features.logprobs:
+            return (picked,)
+        reported = sampling.log_probs(logits.flatten(0, 1), tokens, first_id, group)
+        return (picked, *(part.unflatten(0, (num_slots, num_rows)) for part in reported))
+
+    def count_tokens(
+        self, history: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor, first_id: int
+    ) -> None:
+        """Count the first counts[b] of the tokens [B, R] int64 in SlotSampling.history [S, v] of
+        slots[b], as far as they are among its ids, which start at first_id."""
+        local = tokens - first_id
+        row = torch.arange(tokens.shape[1], device=tokens.device)
+        counted = (row < counts.unsqueeze(1)) & (local >= 0) & (local < history.shape[1])
+        index = slots.unsqueeze(1) * history.shape[1] + local
+        added = counted.to(history.dtype) << sampling.COUNT_SHIFT
+        history.view(-1).index_add_(0, index.masked_fill(~counted, 0).flatten(), added.flatten())
+
     def gather_slots(
         self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int
     ) -> GatheredSlots:
@@ -425,14 +491,19 @@ class Ops:
         keys = keys.expand(-1, -1, delta.shape[2] // key_heads, -1, -1).flatten(1, 2)
         return state * g.sum(1).exp()[..., None, None] + keys @ weighted
 
+    def head_logits(self, hidden: Tensor, head: Tensor, scales: Tensor | None) -> Tensor:
+        """hidden [.., H], head [v, H], scales [v] as in head_pair_fp8 or None -> [.., v]."""
+        if scales is None:
+            return self.linear(hidden, head)
+        return (self.linear(hidden.float(), head.float()) * scales).to(hidden.dtype)
+
     def head_pair(self, hidden: Tensor, head: Tensor, first_id: int) -> Tensor:
         """hidden [N, H], head [v, H] of the ids from first_id on -> top_pair of its logits."""
-        return self.top_pair(self.linear(hidden, head), first_id)
+        return self.top_pair(self.head_logits(hidden, head, None), first_id)
 
     def head_pair_fp8(self, hidden: Tensor, head: Tensor, scales: Tensor, first_id: int) -> Tensor:
         """head_pair of head [v, H] float8_e4m3fn, each row of it times its scale [v] float32."""
-        logits = self.linear(hidden.float(), head.float()) * scales
-        return self.top_pair(logits.to(hidden.dtype), first_id)
+        return self.top_pair(self.head_logits(hidden, head, scales), first_id)
 
     def top_pair(self, logits: Tensor, first_id: int) -> Tensor:
         """logits [N, v] of the ids from first_id on -> the best of each row as a pair [N, 2] int32:

@@ -2,9 +2,10 @@
 
     hidden [N, H] -> logits of this rank [N, v] -> its best (value, id) -> gather -> ids [N]
 
-For a greedy row each rank sends one pair of 8 bytes; for a sampled row it sends all its logits.
-All ranks compare the same gathered pairs, so they choose the same id: the smallest of those that
-have the largest logit. Letters: N rows | H hidden | V vocabulary, v this rank's share
+Each rank sends one pair of 8 bytes for a row, and some more pairs where the row's request filters
+or reports (parallel/sampling.py). All ranks compare the same gathered pairs, so they choose the
+same id: the smallest of those that have the largest logit, or the largest sum of logit and noise.
+Letters: B slots | R rows | N rows of any slots | H hidden | V vocabulary, v this rank's share
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.parallel.device import Device
+from outrider.parallel.operands import PickRows, SamplingFeatures, SlotSampling
 
 FP8_MAX = 448.0
 """The largest number that float8_e4m3fn holds."""
@@ -34,30 +36,42 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 class LMHead:
     """One rank's share: weight [v, H] is rows rank * v to (rank + 1) * v of the head."""
 
+    scales: Tensor | None = None
+
     def __init__(self, weight: Tensor, device: Device) -> None:
         self.weight, self.ops, self.group = weight, device.ops, device.tp
         self.first_id = device.tp.rank * weight.shape[0]
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> the id of each row's best logit [N] int64, the same on every rank."""
-        return self.ops.head_ids(hidden, self.weight, None, self.first_id, self.group)
+        return self.ops.head_ids(hidden, self.weight, self.scales, self.first_id, self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> all logits [N, V] float32, in vocabulary order, on every rank."""
-        local = self.ops.linear(hidden, self.weight)
-        if self.group.size == 1:
-            return local.float()
+        """hidden [N, H] -> all logits [N, V] float32, in vocabulary order, on every rank.
+
+        For ablations and comparisons: nothing else gathers them.
+        """
+        local = self.ops.head_logits(hidden, self.weight, self.scales)
         return self.group.all_gather(local).transpose(0, 1).flatten(1).float()
 
+    def pick(
+        self,
+        hidden: Tensor,
+        rows: PickRows,
+        by_slot: SlotSampling,
+        features: SamplingFeatures,
+        *,
+        exact: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """hidden [B, R, H] -> ids [B, R], then log probabilities where asked for: Ops.pick_ids."""
+        head = (self.weight, self.scales, self.first_id, self.group)
+        return self.ops.pick_ids(hidden, *head, rows, by_slot, features, exact=exact)
 
-class Fp8Head:
+
+class Fp8Head(LMHead):
     """A head of float8 weights, which are half the bytes to read. It may choose other tokens than
     `head`, so only drafts are chosen with it: the target then keeps or rejects them."""
 
     def __init__(self, head: LMHead) -> None:
         self.ops, self.group, self.first_id = head.ops, head.group, head.first_id
         self.weight, self.scales = quantise_rows(head.weight)
-
-    def greedy(self, hidden: Tensor) -> Tensor:
-        """As LMHead.greedy, with the rounded weights."""
-        return self.ops.head_ids(hidden, self.weight, self.scales, self.first_id, self.group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SAMPLING = "parallel/sampling.py"
 OPS, EXECUTOR, RUNNER = "parallel/ops.py", "model/executor.py", "model/runner.py"
 SLOTS, RUNNING, BODIES = "model/slots.py", "model/running.py", "actors/http/bodies.py"
 STOPS, REQUEST = "actors/driver/stop_strings.py", "actors/driver/request.py"
@@ -286,30 +287,30 @@ FAULTS = (
     # Sampling
     Fault(
         "seed ignored",
-        SLOTS,
-        "= sampling.seed or 0, sampling.top_k",
-        "= 0, sampling.top_k",
+        "model/sampling.py",
+        "(sampling.seed or 0, top_k,",
+        "(0, top_k,",
         speculation("sampled_text_depends_on_the_seed_alone[how0]"),
     ),
     Fault(
         "random number of another position",
-        EXECUTOR,
-        "torch.arange(1, num_rows + 1,",
-        "torch.arange(num_rows,",
+        SAMPLING,
+        "(ahead + rows.shift + 1)",
+        "(ahead + rows.shift)",
         EDITS + "the_oracle_draws_the_same",
     ),
     Fault(
         "penalties do not see the drafts before a row",
-        EXECUTOR,
-        "write_text(slots, first, tokens[indices])",
-        "write_text(slots, first, tokens[indices][:, :1])",
+        SAMPLING,
+        "count = count + extra[..., :width]",
+        "count = count + 0 * extra[..., :width]",
         EDITS + "on_equals_off_alone_and_in_a_batch[presence-0.0]",
     ),
     Fault(
         "log probabilities of the edited distribution",
-        SLOTS,
-        "log_probs(logits, tokens, features.logprobs)",
-        "log_probs(edited, tokens, features.logprobs)",
+        OPS,
+        "log_probs(logits.flatten(0, 1), tokens,",
+        "log_probs(edited.flatten(0, 1), tokens,",
         EDITS + "log_probabilities_are_the_models_own_with_and_without_drafts[0.0]",
     ),
     # Pinned rows

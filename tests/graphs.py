@@ -21,7 +21,7 @@ from outrider.parallel.operands import GatheredSlots
 def record(runner: Runner) -> Callable[[], list[Hashable]]:
     """From now on as on a device with graphs. The result lists the keys captured so far."""
     it = runner.executor
-    owners = [it.slots, it.slots.edits, it.states, it.pages]
+    owners = [it.slots, it.slots.sampling, it.states, it.pages]
     owners += [it.draft_pages, it.slots.backlog] if it.draft_pages else []
     memory = [t for owner in owners for t in vars(owner).values() if isinstance(t, Tensor)]
 

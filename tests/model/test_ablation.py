@@ -17,7 +17,6 @@ from outrider.model.step import Sampling
 from outrider.parallel.device import Device
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone
-from outrider.parallel.vocab import LMHead
 from tests.graphs import record
 from tests.model.conftest import Checkpoint
 from tests.ranks import Output, Team, serve
@@ -27,7 +26,7 @@ OLD = {
     "sync_each_draft": (Device, "synchronise"),
     "merge_then_split": (ablation.PackedProjections, "_repack"),
     "greedy_probabilities": (ablation.ProbabilityCheck, "__call__"),
-    "gather_logits": (LMHead, "logits"),
+    "gather_logits": (ablation.GatheredHead, "greedy"),
     "no_graph": (ablation, "replace"),
 }
 """Each key, and a function that runs because of it."""
@@ -110,6 +109,14 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(key: str, planted_tiny
     want = answers(planted_tiny, Ablation())
     assert answers(planted_tiny, Ablation(**{key: True})) == want
     assert 20 < sum(out.accepted for out in want) < sum(out.drafted for out in want)
+
+
+def test_drafts_of_sampled_requests_may_be_the_likeliest_tokens(folder: Path) -> None:
+    """The text does not depend on the drafts; how many of them are kept does."""
+    coupled = answers(folder, Ablation(), sampled=True)
+    likeliest = answers(folder, Ablation(argmax_drafts=True), sampled=True)
+    assert [out.tokens for out in likeliest] == [out.tokens for out in coupled]
+    assert [out.kept for out in likeliest] != [out.kept for out in coupled]
 
 
 def test_the_device_is_awaited_once_a_draft_pass(

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from outrider.model.batch import BatchPacker, DecodeBatch
 from outrider.model.config import RunConfig
-from outrider.model.edits import CAPTURED_FEATURES, NO_FEATURES, SamplingFeatures
 from outrider.model.prefill import PaddedSpans, PromptSpan
 from outrider.model.running import RunningRequest
-from outrider.model.step import MAX_LOGPROBS, Join, Sampling
+from outrider.model.sampling import CAPTURED_FEATURES, NO_FEATURES, features_of
+from outrider.model.step import Join, Sampling
 from outrider.parallel.device import Capabilities, Device
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone
+from outrider.parallel.operands import SamplingFeatures
 
 K, SLOTS, MAX_PAGES = 3, 5, 20
 GREEDY = Sampling(max_tokens=64)
@@ -59,7 +60,7 @@ def test_a_batch_has_the_rows_and_pages_that_its_requests_can_reach() -> None:
     assert (ints(batch.slots), ints(batch.limits), batch.num_drafts) == ([4, 0], [2, 1], 2)
     assert (batch.max_kept, batch.max_fold) == (2, 2)
     assert batch.num_pages == 5  # 30 tokens and K + 1 rows, 8 a page
-    assert (batch.with_logits, batch.features, batch.host_lengths) == (None, NO_FEATURES, None)
+    assert (batch.features, batch.host_lengths) == (NO_FEATURES, None)
 
 
 def test_results_in_flight_count_as_rows_that_may_be_there() -> None:
@@ -82,13 +83,23 @@ def test_pinned_rows_are_k_plus_1_whatever_is_drafted() -> None:
     assert packer(pin_rows=True).decode([decoding(2, tokens=8)], [0], 0).num_drafts == K
 
 
-def test_logits_are_gathered_of_those_that_need_them() -> None:
-    requests = [decoding(0, tokens=8), decoding(1, tokens=8, sampling=DRAWN)]
-    batch = packer().decode(requests, [K, K], K)
-    assert (ints(batch.with_logits), batch.any_greedy) == ([1], True)
-    assert batch.features == SamplingFeatures(drawn=True)
-    batch = packer().decode(requests[1:], [K], K)
-    assert (ints(batch.with_logits), batch.any_greedy) == ([0], False)
+@pytest.mark.parametrize(
+    ("settings", "features"),
+    [
+        ({}, {}),
+        ({"temperature": 0.7}, {"drawn"}),
+        ({"temperature": 0.7, "top_k": 5}, {"drawn", "filtered"}),
+        ({"temperature": 0.7, "top_p": 0.9}, {"drawn", "filtered"}),
+        ({"temperature": 0.7, "min_p": 0.1}, {"drawn", "filtered"}),
+        ({"top_k": 5, "top_p": 0.9}, {}),  # the likeliest token is always kept
+        ({"presence_penalty": 1.0}, {"edited"}),
+        ({"logit_bias": ((1, 1.0),), "logprobs": 0}, {"edited", "logprobs"}),
+    ],
+)
+def test_a_batch_has_the_features_that_some_request_needs(settings: dict, features: set) -> None:
+    one = decoding(1, tokens=8, sampling=Sampling(max_tokens=64, **settings))
+    batch = packer().decode([decoding(0, tokens=8), one], [K, K], K)
+    assert batch.features == SamplingFeatures(**dict.fromkeys(features, True))
 
 
 def test_host_lengths_say_how_far_each_pass_reaches() -> None:
@@ -138,23 +149,21 @@ class TestCaptured:
         [
             (GREEDY, NO_FEATURES),
             (DRAWN, CAPTURED_FEATURES[1]),
+            (Sampling(max_tokens=64, temperature=0.7, top_k=9), EVERYTHING),
             (Sampling(max_tokens=64, frequency_penalty=1.0), EVERYTHING),
             (Sampling(max_tokens=64, logprobs=0), EVERYTHING),
             (Sampling(max_tokens=64, logit_bias=((1, 1.0),), temperature=1.0), EVERYTHING),
         ],
     )
-    def test_all_or_no_logits_are_gathered_for_a_superset_of_what_is_asked(
+    def test_a_variant_includes_all_that_is_asked(
         self, sampling: Sampling, features: SamplingFeatures
     ) -> None:
         requests = [decoding(0, tokens=9), decoding(1, tokens=9, sampling=sampling)]
         batch = packer(self.can).decode(requests, [K, K], K)
         assert batch.features == features
-        assert ints(batch.with_logits) == (None if sampling is GREEDY else [0, 1])
-        assert batch.any_greedy
-        asked = SamplingFeatures.of([sampling])
-        assert features.drawn >= asked.drawn
-        assert features.edited >= asked.edited
-        assert asked.logprobs is None or features.logprobs == MAX_LOGPROBS
+        asked = features_of([sampling])
+        for name in ("drawn", "filtered", "edited", "logprobs"):
+            assert getattr(features, name) >= getattr(asked, name)
 
     @pytest.mark.parametrize("auto_depth", [False, True])
     def test_every_shape_that_a_batch_may_have_is_listed(self, auto_depth: bool) -> None:
@@ -170,7 +179,7 @@ class TestCaptured:
                     batch = pack.decode(requests, [0] * count, depth)
                     assert any(batch is known for known in listed)
 
-    def test_without_sampled_graphs_batches_that_need_logits_do_not_stay(self) -> None:
+    def test_without_sampled_graphs_batches_that_sample_do_not_stay(self) -> None:
         pack = packer(Capabilities(graphs=True, host_lengths=True))
         assert {batch.features for batch in pack.captured_batches()} == {NO_FEATURES}
         requests = [decoding(0, tokens=9, sampling=DRAWN)]
@@ -188,7 +197,7 @@ def test_prompt_tokens_are_padded_and_followed_by_the_next_ones() -> None:
     assert ints(chunk.following) == [[7, 0, 0, 0], [11, 12, 13, 14]]
     assert (ints(chunk.slots), ints(chunk.first)) == ([1, 4], [1, 0])
     assert (ints(chunk.counts), ints(chunk.draft_counts)) == ([2, 4], [1, 4])
-    assert (ints(chunk.ends), ints(chunk.with_logits)) == ([0], [0])
+    assert ints(chunk.ends) == [0]
     assert chunk.num_pages == 1
     assert chunk.features == SamplingFeatures(drawn=True)
     assert chunk_of(packer(), (goes_on, 0, 4), width=4).ends is None

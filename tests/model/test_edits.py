@@ -11,14 +11,16 @@ from collections import Counter
 import pytest
 import torch
 
-from outrider.model.edits import LogitEdits, log_probs
-from outrider.model.sample import draw, uniform
+from outrider.model.sampling import SamplingMemory
 from outrider.model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
 from outrider.parallel.devices import open_device
-from outrider.parallel.group import alone
+from outrider.parallel.group import alone, threads
+from outrider.parallel.operands import PickRows
+from outrider.parallel.sampling import edit, log_probs
 from tests.graphs import record
 from tests.model.conftest import Checkpoint
 from tests.ranks import Output, Team, serve
+from tests.sampling import pick_by_hand
 
 NUM_NEW, EOS = 16, 159
 PROMPTS = [[3, 5, 8, 13], [21] * 9, list(range(40, 73))]
@@ -98,10 +100,8 @@ def test_the_oracle_draws_the_same(teams: dict[int, Team], varied: Checkpoint) -
     text, first, count = PROMPTS[2] + out.tokens, len(PROMPTS[2]), len(out.tokens)
     with torch.inference_mode():
         logits = varied.oracle()(torch.tensor([text])).logits[0, first - 1 : -1]
-    positions = torch.arange(first, first + count)
-    same = [torch.full((count,), value) for value in (0.9, 0, 0.9, 0.0)]
-    drawn = draw(logits, *same, uniform(torch.full((count,), 4), positions))
-    assert drawn.tolist() == out.tokens
+    drawn = [pick_by_hand(logits[i], sampling, first + i) for i in range(count)]
+    assert drawn == out.tokens
 
 
 def edited_by_hand(logits, prompt: list[int], emitted: list[int], how: Sampling):
@@ -119,25 +119,37 @@ def edited_by_hand(logits, prompt: list[int], emitted: list[int], how: Sampling)
     return logits
 
 
-def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit() -> None:
-    edits = LogitEdits(4, 32, open_device("cpu", 0, alone()), num_eos=2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit(ranks: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 50, generator=generator) * 4
+    logits = torch.randn(2, 3, 50, generator=generator) * 4
     strong = Sampling(
         max_tokens=9, presence_penalty=-1.5, frequency_penalty=2.0, repetition_penalty=0.7,
         logit_bias=((7, 3.0), (7, 1.0), (0, -2.0)), min_tokens=3, stop_ids=(49, 7),
     )  # fmt: skip
-    prompt, emitted = [1, 2, 2, 7], [2, 9, 9, 0]
-    edits.reset(Join(slot=2, request=0, tokens=prompt, pages=[], sampling=strong, end_ids=[49, 7]))
-    edits.write_text(torch.tensor([2]), torch.tensor([4]), torch.tensor([emitted]))
-    slots, positions = torch.tensor([2, 1, 2]), torch.tensor([6, 9, 8])
-    out = edits.apply(logits, slots, positions, num_positions=32)
-    assert torch.equal(out[1], logits[1])
-    for row, known in ((0, emitted[:2]), (2, emitted)):
-        expected = edited_by_hand(logits[row].double(), prompt, known, strong)
-        torch.testing.assert_close(out[row].double(), expected, rtol=1e-6, atol=1e-6)
-    edits.reset(Join(slot=2, request=1, tokens=prompt, pages=[], sampling=Sampling()))
-    assert torch.equal(edits.apply(logits, slots, positions, num_positions=32), logits)
+    prompt, emitted, drafts = [1, 2, 2, 7], [2, 9], [9, 40]
+    join = Join(slot=2, request=0, tokens=prompt, pages=[], sampling=strong, end_ids=[49, 7])
+    rows = PickRows(
+        slots=torch.tensor([1, 2]),
+        last=torch.tensor([9, 5]),
+        drafts=torch.tensor([[3, 3], drafts]),
+    )
+    for rank, part in enumerate(logits.split(50 // ranks, -1)):
+        device = open_device("cpu", 0, threads(ranks)[rank] if ranks > 1 else alone())
+        memory = SamplingMemory(4, 50, device)
+        memory.reset(join)
+        for token in emitted:  # the second of two tokens was not kept
+            one = torch.tensor([2]), torch.tensor([[token, 11]]), torch.tensor([1])
+            device.ops.count_tokens(memory.history, *one, memory.first_id)
+        out = edit(part, rows, memory.by_slot, memory.first_id)
+        assert torch.equal(out[0], part[0])
+        ids = slice(memory.first_id, memory.first_id + memory.width)
+        for row in range(3):
+            known = emitted + drafts[:row]
+            expected = edited_by_hand(logits[1, row].double(), prompt, known, strong)[ids]
+            torch.testing.assert_close(out[1, row].double(), expected, rtol=1e-6, atol=1e-6)
+        memory.reset(Join(slot=2, request=1, tokens=prompt, pages=[], sampling=Sampling()))
+        assert torch.equal(edit(part, rows, memory.by_slot, memory.first_id), part)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -191,14 +203,13 @@ def test_captured_iterations_pick_the_same(teams: dict[int, Team], varied: Check
         for out, off in zip(got, want, strict=True):
             assert (out.tokens, out.finish, out.kept) == (off.tokens, off.finish, off.kept)
     features = {key[2] for key in captured() if len(key) == 3}
-    assert any(w.drawn and w.edited for w in features)
-    assert any(w.logprobs for w in features)
+    assert any(w.drawn and w.filtered and w.edited and w.logprobs for w in features)
 
 
-def test_log_probs_of_ties_and_of_none() -> None:
-    ids, values = log_probs(torch.zeros(2, 4), torch.tensor([3, 1]), 0)
-    assert ids.tolist() == [[3], [1]]
-    assert values.tolist() == [[pytest.approx(-(torch.tensor(4.0).log().item()))]] * 2
+def test_log_probs_of_ties() -> None:
+    ids, values = log_probs(torch.zeros(2, 4), torch.tensor([3, 1]), 0, alone())
+    assert ids.tolist() == [[3, 0, 1, 2, 3], [1, 0, 1, 2, 3]]
+    assert values.flatten().tolist() == [pytest.approx(-(torch.tensor(4.0).log().item()))] * 10
 
 
 @pytest.mark.parametrize(
@@ -220,15 +231,17 @@ def test_values_out_of_range_are_named(name: str, value: object) -> None:
         Sampling(**keys)
 
 
-def test_every_allowed_edit_fits_beside_the_models_own_end_ids() -> None:
-    edits = LogitEdits(1, 32, open_device("cpu", 0, alone()), num_eos=2)
+def test_every_allowed_edit_is_made() -> None:
+    memory = SamplingMemory(1, 500, open_device("cpu", 0, alone()))
     sampling = Sampling(
         min_tokens=4, logit_bias=tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS)),
         stop_ids=tuple(range(MAX_LOGIT_BIAS, MAX_LOGIT_BIAS + MAX_STOP_IDS)),
     )  # fmt: skip
     end_ids = [*sampling.stop_ids, 498, 499]
-    edits.reset(Join(slot=0, request=0, tokens=[1], pages=[], sampling=sampling, end_ids=end_ids))
-    one = torch.tensor([0])
-    out = edits.apply(torch.zeros(1, 500), one, torch.tensor([2]), num_positions=32)
-    assert (out[0, :MAX_LOGIT_BIAS] == 1.0).all()
-    assert (out[0, end_ids] == float("-inf")).all()
+    memory.reset(Join(slot=0, request=0, tokens=[1], pages=[], sampling=sampling, end_ids=end_ids))
+    rows = PickRows(slots=torch.tensor([0]), last=torch.tensor([1]))
+    out = edit(torch.zeros(1, 1, 500), rows, memory.by_slot, 0)[0, 0]
+    assert (out[:MAX_LOGIT_BIAS] == 1.0).all()
+    assert (out[end_ids] == float("-inf")).all()
+    later = PickRows(slots=torch.tensor([0]), last=torch.tensor([4]))
+    assert edit(torch.zeros(1, 1, 500), later, memory.by_slot, 0).isfinite().all()

@@ -110,19 +110,3 @@ def test_a_warm_runner_answers_as_a_cold_one(folder, alone: list[Output], record
     assert not runner.has_work
     outs = serve(runner, requests()[:8])
     assert [out.tokens for out in outs] == [out.tokens for out in alone[:8]]
-
-
-def test_greedy_rows_are_never_picked_from_gathered_logits(folder, monkeypatch) -> None:
-    """Kernels may round logits and the best pair differently: a greedy row keeps its own way."""
-    runner = runner_of(folder)
-    record(runner)
-    head = runner.executor.head
-    gathered = head.logits
-    monkeypatch.setattr(head, "logits", lambda hidden: -gathered(hidden))  # the least likely
-    prompts = PROMPTS[:4]
-    greedy = Sampling(max_tokens=NUM_NEW)
-    drawn = Sampling(max_tokens=NUM_NEW, temperature=0.01, seed=1)
-    mixed = serve(runner, [(p, drawn if i % 2 else greedy) for i, p in enumerate(prompts)])
-    plain = serve(runner_of(folder), [(p, greedy) for p in prompts])
-    for i, (out, other) in enumerate(zip(mixed, plain)):
-        assert (out.tokens == other.tokens) == (i % 2 == 0)

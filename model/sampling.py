@@ -1,0 +1,145 @@
+"""How requests pick their tokens: what a batch of them needs, and what the device knows of each.
+
+    Sampling of a batch's requests -> features_of -> captured_as -> a variant of the iteration
+    Join -> SamplingMemory.reset -> SlotSampling, which Ops.pick_ids reads
+
+Edits of logits (penalties, bias, bans) depend only on the text before the token that a row makes.
+For the row of a draft, the drafts before it belong to that text, just as if they had been emitted
+already. So the answer is the same with and without drafts.
+Letters: S slots + 1 | v ids of this rank
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.model.step import Join, Sampling
+from outrider.parallel.device import Device
+from outrider.parallel.operands import SamplingFeatures, SlotSampling
+from outrider.parallel.sampling import BANNED, IN_PROMPT
+
+SMALLEST_TEMPERATURE = 1e-6
+"""A smaller temperature above 0 counts as this one: logits divided by it remain finite."""
+
+NO_FEATURES = SamplingFeatures()
+CAPTURED_FEATURES = (
+    NO_FEATURES,
+    SamplingFeatures(drawn=True),
+    SamplingFeatures(drawn=True, filtered=True, edited=True, logprobs=True),
+)
+"""The variants of an iteration that are captured: few enough to capture all of them at the start.
+Each slot's own settings say what is done for it, and the host drops what nobody asked for."""
+
+
+def features_of(samplings: Sequence[Sampling]) -> SamplingFeatures:
+    """What these requests need together."""
+    drawn = [sampling for sampling in samplings if sampling.temperature > 0]
+    return SamplingFeatures(
+        drawn=bool(drawn),
+        filtered=any(sampling.filters for sampling in drawn),
+        edited=any(sampling.edits for sampling in samplings),
+        logprobs=any(sampling.logprobs is not None for sampling in samplings),
+    )
+
+
+def captured_as(features: SamplingFeatures) -> SamplingFeatures:
+    """The first of CAPTURED_FEATURES that includes these."""
+    if features.filtered or features.edited or features.logprobs:
+        return CAPTURED_FEATURES[2]
+    return CAPTURED_FEATURES[1 if features.drawn else 0]
+
+
+class SamplingMemory:
+    """SlotSampling of all slots. num_slots: S; vocab_size: of all ranks together."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: Device) -> None:
+        where, self._send = device.torch_device, device.send
+        self.width = vocab_size // device.tp.size
+        self.first_id = device.tp.rank * self.width
+        self.integers = torch.zeros(3, num_slots, dtype=torch.int64, device=where)
+        self.numbers = torch.zeros(6, num_slots, device=where)
+        self.flags = torch.zeros(2, num_slots, dtype=torch.bool, device=where)
+        self.history = torch.zeros(num_slots, self.width, dtype=torch.int32, device=where)
+        self.bias = torch.zeros(num_slots, self.width, device=where)
+        self._neutral = set(range(num_slots))
+        """Slots whose tensors are those of a greedy request without edits."""
+        seed, top_k, banned_until = self.integers
+        scale, top_p, log_min_p, repetition, frequency, presence = self.numbers
+        drawn, edited = self.flags
+        self.by_slot = SlotSampling(
+            seed=seed,
+            drawn=drawn,
+            scale=scale.fill_(1.0),
+            top_k=top_k,
+            top_p=top_p,
+            log_min_p=log_min_p,
+            edited=edited,
+            repetition=repetition,
+            frequency=frequency,
+            presence=presence,
+            banned_until=banned_until,
+            history=self.history,
+            bias=self.bias,
+        )
+
+    @staticmethod
+    def slot_bytes(width: int) -> int:
+        """Bytes of one slot's tables, which hold `width` ids."""
+        return width * (torch.int32.itemsize + torch.float32.itemsize)
+
+    def reset(self, join: Join) -> None:
+        """Take over a request's settings; does nothing where a greedy one without edits follows
+        another."""
+        slot, sampling = join.slot, join.sampling
+        drawn = sampling.temperature > 0
+        if drawn or sampling.edits:
+            self._neutral.discard(slot)
+        elif slot in self._neutral:
+            return
+        else:
+            self._neutral.add(slot)
+        min_p, top_k = sampling.min_p, sampling.top_k
+        banned_until = len(join.tokens) + sampling.min_tokens
+        integers = (sampling.seed or 0, top_k, banned_until)
+        numbers = (
+            1.0 / max(sampling.temperature, SMALLEST_TEMPERATURE) if drawn else 1.0,
+            sampling.top_p,
+            math.log(min_p) if min_p else -math.inf,
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        )
+        self.integers[:, slot] = self._send(torch.tensor(integers, dtype=torch.int64))
+        self.numbers[:, slot] = self._send(torch.tensor(numbers))
+        self.flags[:, slot] = self._send(torch.tensor((drawn, sampling.edits)))
+        if sampling.edits:
+            self._reset_tables(join)
+
+    def _reset_tables(self, join: Join) -> None:
+        """Count the prompt, and set bans and bias."""
+        sampling, history, bias = join.sampling, self.history[join.slot], self.bias[join.slot]
+        flags: dict[int, int] = dict.fromkeys(self._local(join.tokens), IN_PROMPT)
+        for index in self._local(join.end_ids if sampling.min_tokens else ()):
+            flags[index] = flags.get(index, 0) | BANNED
+        added: dict[int, float] = {}
+        for token, value in sampling.logit_bias:
+            for index in self._local((token,)):
+                added[index] = added.get(index, 0.0) + value
+        for table, values in ((history, flags), (bias, added)):
+            table.zero_()
+            if values:
+                index = self._send(torch.tensor(list(values)))
+                table[index] = self._send(torch.tensor(list(values.values()), dtype=table.dtype))
+
+    def _local(self, ids: Sequence[int]) -> list[int]:
+        """Those of the ids that this rank has, as indices into its tables."""
+        local = (token - self.first_id for token in ids)
+        return [index for index in local if 0 <= index < self.width]
+
+    def tables(self) -> list[Tensor]:
+        """The tensors whose bytes the memory plan counts."""
+        return [self.history, self.bias]
