@@ -134,7 +134,7 @@ class MtpDrafter:
         The target keeps a draft that equals its own token. So the draft is picked as the target
         picks that token: with the same edits, filters and noise, from the draft's logits.
         """
-        features = replace(batch.features, logprobs=False)
+        features = replace(batch.features, logprobs=None)
         if features == NO_FEATURES or not self.coupled:
             return self.head.greedy(hidden.squeeze(1))
         rows = PickRows(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.model.step import Join, Sampling
+from outrider.model.step import MAX_LOGPROBS, Join, Sampling
 from outrider.parallel.device import Device
 from outrider.parallel.operands import SamplingFeatures, SlotSampling
 from outrider.parallel.sampling import BANNED, IN_PROMPT
@@ -29,7 +29,7 @@ NO_FEATURES = SamplingFeatures()
 CAPTURED_FEATURES = (
     NO_FEATURES,
     SamplingFeatures(drawn=True),
-    SamplingFeatures(drawn=True, filtered=True, edited=True, logprobs=True),
+    SamplingFeatures(drawn=True, filtered=True, edited=True, logprobs=MAX_LOGPROBS),
 )
 """The variants of an iteration that are captured: few enough to capture all of them at the start.
 Each slot's own settings say what is done for it, and the host drops what nobody asked for."""
@@ -42,13 +42,13 @@ def features_of(samplings: Sequence[Sampling]) -> SamplingFeatures:
         drawn=bool(drawn),
         filtered=any(sampling.filters for sampling in drawn),
         edited=any(sampling.edits for sampling in samplings),
-        logprobs=any(sampling.logprobs is not None for sampling in samplings),
+        logprobs=MAX_LOGPROBS if any(s.logprobs is not None for s in samplings) else None,
     )
 
 
 def captured_as(features: SamplingFeatures) -> SamplingFeatures:
     """The first of CAPTURED_FEATURES that includes these."""
-    if features.filtered or features.edited or features.logprobs:
+    if features.filtered or features.edited or features.logprobs is not None:
         return CAPTURED_FEATURES[2]
     return CAPTURED_FEATURES[1 if features.drawn else 0]
 

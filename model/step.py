@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from outrider.parallel.sampling import MAX_LOGPROBS
-
 MAX_DRAFT_TOKENS = 16
+MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
 

@@ -140,8 +140,9 @@ class SamplingFeatures:
     """Some row has top_k, top_p or min_p."""
     edited: bool = False
     """Some row has its logits edited."""
-    logprobs: bool = False
-    """Some row reports log probabilities."""
+    logprobs: int | None = None
+    """So many likeliest ids of some row are reported with their log probabilities, beside the token
+    itself; None where no row reports any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

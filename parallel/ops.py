@@ -293,9 +293,11 @@ class Ops:
             noised = noised.masked_fill(keys < first.unsqueeze(1), float("-inf"))
         tokens = self.choose_pair(group.all_gather(self.top_pair(noised, first_id)))
         picked = tokens.view(num_slots, num_rows)
-        if not features.logprobs:
+        if features.logprobs is None:
             return (picked,)
-        reported = sampling.log_probs(logits.flatten(0, 1), tokens, first_id, group)
+        reported = sampling.log_probs(
+            logits.flatten(0, 1), tokens, features.logprobs, first_id, group
+        )
         return (picked, *(part.unflatten(0, (num_slots, num_rows)) for part in reported))
 
     def count_tokens(

@@ -18,8 +18,6 @@ from outrider.parallel.operands import PickRows, SlotSampling
 
 CANDIDATES = 64
 """The best ids that a rank offers of each row. A kept set of at most so many is found at once."""
-MAX_LOGPROBS = 20
-"""The likeliest ids of a row whose log probabilities are reported."""
 MASS_UNIT = 2.0**40
 """Probabilities are added up as integers, in parts of this share of the largest one of the row. So
 sums do not depend on their order, and have the same bits however the ids are split over ranks."""
@@ -204,17 +202,19 @@ def _search(keys: Tensor, weights: Tensor, target: Tensor, group: Group) -> Tens
     return low
 
 
-def log_probs(logits: Tensor, tokens: Tensor, first_id: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Logits [N, v] float32 of the ids from first_id on, tokens [N] int64 -> ids [N, 1 + n] int64,
-    log probabilities of them [N, 1 + n] float32.
+def log_probs(
+    logits: Tensor, tokens: Tensor, num_top: int, first_id: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Logits [N, v] float32 of the ids from first_id on, tokens [N] int64 -> ids [N, 1 + num_top]
+    int64, log probabilities of them [N, 1 + num_top] float32.
 
-    The first column is the token itself, the others are the n = MAX_LOGPROBS likeliest ids, best
-    first, or all of a smaller vocabulary.
+    The first column is the token itself, the others are the likeliest ids, best first. Of a
+    vocabulary smaller than num_top it is all of them.
     """
     width = logits.shape[1]
     keys = order_keys(logits, torch.arange(first_id, first_id + width, device=logits.device))
-    best = group.all_gather(keys.topk(min(MAX_LOGPROBS, width)).values)
-    best = best.transpose(0, 1).flatten(1).sort(descending=True).values[:, :MAX_LOGPROBS]
+    best = group.all_gather(keys.topk(min(num_top, width)).values)
+    best = best.transpose(0, 1).flatten(1).sort(descending=True).values[:, :num_top]
     values = value_of(best)
     top = values[:, :1]
     local = tokens.unsqueeze(1) - first_id

@@ -309,8 +309,8 @@ FAULTS = (
     Fault(
         "log probabilities of the edited distribution",
         OPS,
-        "log_probs(logits.flatten(0, 1), tokens,",
-        "log_probs(edited.flatten(0, 1), tokens,",
+        "logits.flatten(0, 1), tokens, features.logprobs",
+        "edited.flatten(0, 1), tokens, features.logprobs",
         EDITS + "log_probabilities_are_the_models_own_with_and_without_drafts[0.0]",
     ),
     # Pinned rows

@@ -17,7 +17,7 @@ from outrider.model.config import RunConfig
 from outrider.model.prefill import PaddedSpans, PromptSpan
 from outrider.model.running import RunningRequest
 from outrider.model.sampling import CAPTURED_FEATURES, NO_FEATURES, features_of
-from outrider.model.step import Join, Sampling
+from outrider.model.step import MAX_LOGPROBS, Join, Sampling
 from outrider.parallel.device import Capabilities, Device
 from outrider.parallel.devices import open_device
 from outrider.parallel.group import alone
@@ -99,7 +99,9 @@ def test_pinned_rows_are_k_plus_1_whatever_is_drafted() -> None:
 def test_a_batch_has_the_features_that_some_request_needs(settings: dict, features: set) -> None:
     one = decoding(1, tokens=8, sampling=Sampling(max_tokens=64, **settings))
     batch = packer().decode([decoding(0, tokens=8), one], [K, K], K)
-    assert batch.features == SamplingFeatures(**dict.fromkeys(features, True))
+    logprobs = MAX_LOGPROBS if "logprobs" in features else None
+    flags = dict.fromkeys(set(features) - {"logprobs"}, True)
+    assert batch.features == SamplingFeatures(**flags, logprobs=logprobs)
 
 
 def test_host_lengths_say_how_far_each_pass_reaches() -> None:
@@ -162,8 +164,9 @@ class TestCaptured:
         batch = packer(self.can).decode(requests, [K, K], K)
         assert batch.features == features
         asked = features_of([sampling])
-        for name in ("drawn", "filtered", "edited", "logprobs"):
+        for name in ("drawn", "filtered", "edited"):
             assert getattr(features, name) >= getattr(asked, name)
+        assert asked.logprobs in (None, features.logprobs)
 
     @pytest.mark.parametrize("auto_depth", [False, True])
     def test_every_shape_that_a_batch_may_have_is_listed(self, auto_depth: bool) -> None:

@@ -207,7 +207,7 @@ def test_captured_iterations_pick_the_same(teams: dict[int, Team], varied: Check
 
 
 def test_log_probs_of_ties() -> None:
-    ids, values = log_probs(torch.zeros(2, 4), torch.tensor([3, 1]), 0, alone())
+    ids, values = log_probs(torch.zeros(2, 4), torch.tensor([3, 1]), 20, 0, alone())
     assert ids.tolist() == [[3, 0, 1, 2, 3], [1, 0, 1, 2, 3]]
     assert values.flatten().tolist() == [pytest.approx(-(torch.tensor(4.0).log().item()))] * 10
 
