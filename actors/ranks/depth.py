@@ -5,7 +5,8 @@ The leader has one, and its choice goes to every rank in the StepPlan, so ranks 
 best depth yields the most tokens a second: (1 + sum of the chances that draft 1..k is kept) / time.
 Every depth is tried at first. After that the depth whose last trial is the oldest is tried again,
 when that costs at most TRIAL_COST of the tokens since the last trial, or after MAX_PROBE_STEPS. So
-a depth that was bad once is not ruled out for good.
+a depth that was bad once is not ruled out for good. Requests may take fewer drafts than are chosen:
+a step counts for the depth that ran, and a depth that a trial did not bring about waits its turn.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Depth:
         self.max_depth = self.depth = max_depth
         self._seconds: dict[tuple[int, int], float] = {}
         """(size of the batch, depth) -> moving average of a step's time."""
-        self._measured_at: dict[tuple[int, int], int] = {}
-        """(size of the batch, depth) -> number of the step that measured it last."""
+        self._tried_at: dict[tuple[int, int], int] = {}
+        """(size of the batch, depth) -> number of the step that tried or measured it last."""
         self._chance = [0.7] * max_depth
         """By position of a draft: the chance that it is kept when all drafts before it are."""
         self._size = 1
@@ -55,25 +56,27 @@ class Depth:
             self._trial_left = 0
         if self._trial_left > 0:
             return self.depth
-        unknown = [k for k in depths if (size, k) not in self._seconds]
-        if unknown:
-            return self._try(unknown[-1])
-        best = max(depths, key=self.tokens_per_s)
-        oldest = min(depths, key=lambda k: self._measured_at[size, k])
+        untried = [k for k in depths if (size, k) not in self._tried_at]
+        if untried:
+            return self._try(untried[-1])
+        known = [k for k in depths if (size, k) in self._seconds]
+        best = max(known, key=self.tokens_per_s, default=depths[-1])
+        oldest = min(depths, key=lambda k: self._tried_at[size, k])
         since = self._steps - self._last_trial
-        wait = max(MIN_PROBE_STEPS, self._trial_cost_steps(oldest, best) / TRIAL_COST)
-        if since >= min(MAX_PROBE_STEPS, wait):
+        cost = self._trial_cost_steps(oldest, best) if oldest in known else 0.0
+        if since >= min(MAX_PROBE_STEPS, max(MIN_PROBE_STEPS, cost / TRIAL_COST)):
             return self._try(oldest)
-        present = self.tokens_per_s(self.depth) if self.depth in depths else 0.0
-        if self.tokens_per_s(best) > BETTER * present:
+        if self.depth not in known or (
+            self.tokens_per_s(best) > BETTER * self.tokens_per_s(self.depth)
+        ):
             self.depth = best
         return self.depth
 
     def note(self, step_s: float, progress: Sequence[Progress], num_drafts: int) -> None:
         """Learn from a step without prefill: its time, and what became of its drafts.
 
-        num_drafts: those that its iteration made, whatever was chosen. Near their ends all requests
-        may take fewer.
+        num_drafts: those that its iteration made, whatever was chosen. All requests may take fewer,
+        by their own settings or near their ends.
         """
         verified = [p for p in progress if p.verified]
         if not verified:
@@ -83,24 +86,22 @@ class Depth:
             for position in range(min(one.drafted, one.accepted + 1)):
                 kept = float(one.accepted > position)
                 self._chance[position] += CHANCE_WEIGHT * (kept - self._chance[position])
-        size = 1 << (len(verified) - 1).bit_length()
-        if size != self._size:
-            self._size, self._trial_left = size, 0
-            return
+        self._size = 1 << (len(verified) - 1).bit_length()
         first_of_trial = self._trial_left == TRIAL_STEPS + 1
         self._trial_left = max(0, self._trial_left - 1)
         if not first_of_trial:
-            self._measure((size, num_drafts), step_s)
+            self._measure((self._size, num_drafts), step_s)
 
     def _measure(self, key: tuple[int, int], step_s: float) -> None:
         average = self._seconds.get(key, step_s)
         weight = FASTER_WEIGHT if step_s < average else SLOWER_WEIGHT
         self._seconds[key] = average + weight * (min(step_s, OUTLIER * average) - average)
-        self._measured_at[key] = self._steps
+        self._tried_at[key] = self._steps
 
     def _try(self, depth: int) -> int:
         self.depth = depth
         self._trial_left, self._last_trial = TRIAL_STEPS + 1, self._steps
+        self._tried_at[self._size, depth] = self._steps
         return depth
 
     def _trial_cost_steps(self, depth: int, best: int) -> float:

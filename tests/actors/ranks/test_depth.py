@@ -112,12 +112,31 @@ def test_a_step_counts_for_the_depth_that_ran_not_for_the_one_chosen():
         assert seconds == pytest.approx(1.0 + 0.4 * k, rel=0.05), k
 
 
-def test_a_chosen_depth_that_never_runs_stays_unknown():
-    depth = Depth(3)
-    for _ in range(50):
-        depth.choose(3)
-        depth.note(1.0, [Progress(0, 0, [1], drafted=0, accepted=0)], 0)
-    assert depth.choose(3) == 3
+@pytest.mark.parametrize(("chance", "best"), [(0.0, 0), (0.95, 3)])
+def test_a_depth_that_never_runs_is_no_reason_to_choose_it_for_ever(chance: float, best: int):
+    """Answers so short that only their first iteration, which no step counts, could take more."""
+    depth, dice = Depth(5), random.Random(3)
+    ran = Counter[int]()
+    for step in range(3000):
+        k = min(depth.choose(5), 3)
+        kept = next((i for i in range(k) if dice.random() > chance), k)
+        depth.note(1.0 + 0.1 * k, [Progress(0, 0, [1], drafted=k, accepted=kept)], k)
+        if step >= 200:
+            ran[k] += 1
+    assert ran[best] > 0.9 * 2800, ran
+    live(depth, 12 * MIN_PROBE_STEPS, chance=0.95, draft_s=0.1, seed=1)
+    ran, _, _ = live(depth, 400, chance=0.95, draft_s=0.1, seed=2)
+    assert ran[5] + ran[4] > 300, ran
+
+
+@pytest.mark.parametrize(("chance", "best"), [(0.0, {0}), (0.95, {4, 5})])
+def test_it_settles_in_batches_whose_size_changes_with_every_step(chance: float, best: set[int]):
+    depth, ran = Depth(5), Counter[int]()
+    for i in range(1500):
+        part, _, _ = live(depth, 1, chance=chance, draft_s=0.1, slots=(3, 7, 1)[i % 3], seed=i)
+        if i >= 300:
+            ran += part
+    assert sum(ran[k] for k in best) > 0.9 * 1200, ran
 
 
 def test_all_ranks_run_the_leaders_depth_and_tokens_stay():
