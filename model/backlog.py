@@ -38,8 +38,9 @@ class Backlog:
         return [self.fresh, self.hidden]
 
     def push(self, slots: Tensor, gathered: GatheredSlots) -> None:
-        """Add the rows that the last pass of `slots` [B] kept. There must be room for them, which
-        the host sees to (Runner._catch_up)."""
+        """Add the rows that the last pass of `slots` [B] kept. The host sees to it that there is
+        room for them (Runner._catch_up), except for requests that never take a draft: theirs are
+        dropped where there is none."""
         count, kept = self.count[slots], gathered.kept
         ahead = self._ahead[: gathered.fresh.shape[1]]
         index = torch.where(

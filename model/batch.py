@@ -86,6 +86,20 @@ class PromptChunk:
     """Rows.host_lengths [B]; None for devices without the capability of this name."""
 
 
+MOST_CAPTURED_DEPTHS = 9
+"""Where all depths from 0 to K are no more than this, each is captured. Otherwise only 0, powers of
+two and K are: a captured depth costs three graphs for each batch size when an engine starts."""
+
+
+def depths_of(run: RunConfig, *, graphs: bool) -> tuple[int, ...]:
+    """Numbers of drafts that an iteration may have, rising; graphs: each of them is captured."""
+    if run.pin_rows:
+        return (run.draft_tokens,)
+    if graphs and run.draft_tokens >= MOST_CAPTURED_DEPTHS:
+        return (0, *powers_of_two(1, run.draft_tokens))
+    return tuple(range(run.draft_tokens + 1))
+
+
 class BatchPacker:
     """Packs the inputs of one rank's passes; max_pages: those of a slot's block table."""
 
@@ -94,6 +108,8 @@ class BatchPacker:
         captured = powers_of_two(1, run.max_slots) if device.capabilities.graphs else ()
         self.sizes = run.batch_buckets or captured
         """Sizes that a batch is padded to, rising. Without any, batches are not padded."""
+        self.depths = depths_of(run, graphs=device.capabilities.graphs)
+        """Numbers of drafts that a batch may have, rising: the next one that its requests want."""
         self._batches: dict[tuple[object, ...], DecodeBatch] = {}
         """(size, drafts, features) -> the batch that the captured iteration of this shape reads."""
         self._sent: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
@@ -106,10 +122,13 @@ class BatchPacker:
     ) -> DecodeBatch:
         """The inputs of an iteration over `requests`, of which the i-th takes limits[i] drafts.
 
-        depth: the most that limits may hold. Graphs are captured by it, not by the largest limit.
+        depth: the most that any of `requests` may take in any iteration. Where graphs are captured
+        it counts, not the largest limit: limits sink only near the ends of answers, and so an
+        answer is made by replays of one graph, whose times tell what its depth costs.
         """
         run, can = self.run, self.device.capabilities
-        num_drafts = run.draft_tokens if run.pin_rows else depth if can.graphs else max(limits)
+        wanted = depth if can.graphs else max(limits)
+        num_drafts = next(n for n in self.depths if n >= wanted)
         size = next((n for n in self.sizes if n >= len(requests)), len(requests))
         padding = size - len(requests)
         slots = [r.slot for r in requests] + [run.max_slots] * padding
@@ -138,10 +157,8 @@ class BatchPacker:
     def captured_batches(self) -> Iterator[DecodeBatch]:
         """A batch of padding alone for each shape of iteration that can be captured."""
         run, can = self.run, self.device.capabilities
-        varies = run.auto_depth and not run.pin_rows
-        depths = range(run.draft_tokens + 1) if varies else (run.draft_tokens,)
         for size in self.sizes if can.graphs else ():
-            for depth in depths:
+            for depth in self.depths:
                 for features in CAPTURED_FEATURES if can.sampled_graphs else (NO_FEATURES,):
                     yield self._captured([run.max_slots] * size, [0] * size, depth, features, ())
 

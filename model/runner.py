@@ -134,16 +134,17 @@ class Runner:
         requests = self.slots.decoding()
         if not requests:
             return InFlightStep(firsts)
-        limits = [min(r.draft_tokens, r.tokens_needed - 1, self.depth) for r in requests]
-        batch = self.packer.decode(requests, limits, self.depth)
+        depth = min(self.depth, max(r.draft_tokens for r in requests))
+        limits = [min(r.draft_tokens, r.tokens_needed - 1, depth) for r in requests]
+        batch = self.packer.decode(requests, limits, depth)
         self._catch_up(requests, batch)
         results = self.run_iteration(batch)
         if len(results) > 2 and all(r.sampling.logprobs is None for r in requests):
             results = results[:2]
         for request in requests:
             request.launch_rows(batch.num_drafts + 1)
-        depth = min(batch.num_drafts, self.depth)
-        return InFlightStep(firsts, InFlight(self.device.fetch(results), requests, limits, depth))
+        taken = min(batch.num_drafts, depth)
+        return InFlightStep(firsts, InFlight(self.device.fetch(results), requests, limits, taken))
 
     def _launch_prompt(self, group: PaddedSpans) -> InFlight | None:
         """Enqueue a chunk; -> the first tokens of the prompts that end in it, None without any.
@@ -170,12 +171,13 @@ class Runner:
         """Before `batch`, have the draft see the rows that wait in its backlog.
 
         It must when it drafts, and when the backlog has no room for the rows of another iteration.
-        Where the batch drafts nothing, the rows that its requests kept last join the backlog.
+        Where the batch drafts nothing, the rows that its requests kept last join the backlog. The
+        draft need not see those of requests that never take a draft: they do not count.
         """
-        drafter = self.executor.drafter
+        drafter, requests = self.executor.drafter, [r for r in requests if r.draft_tokens]
         if drafter is None:
             return
-        lag = max(request.draft_lag for request in requests)
+        lag = max((request.draft_lag for request in requests), default=0)
         if lag and (batch.num_drafts or lag > backlog.ROWS - self.run.draft_tokens - 1):
             drafter.catch_up(batch, 1 << (lag - 1).bit_length())
             for request in requests:

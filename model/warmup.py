@@ -45,7 +45,10 @@ def _answer(runner: Runner, prompt: int, sampling: Sampling) -> None:
 
 @torch.inference_mode()
 def _run_captured_shapes(runner: Runner) -> None:
-    """Run all shapes of iteration, and at depth 0 what the draft may have to catch up with."""
+    """Run all shapes of iteration, and what the draft may have to catch up with.
+
+    Without auto_depth it never has to: then depth 0 only runs where no request takes a draft.
+    """
     drafter = runner.executor.drafter
     for batch in runner.packer.captured_batches():
         runner.run_iteration(batch)

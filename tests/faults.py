@@ -317,8 +317,8 @@ FAULTS = (
     Fault(
         "rows not pinned",
         "model/batch.py",
-        "run.draft_tokens if run.pin_rows else depth if",
-        "depth if",
+        "    if run.pin_rows:\n        return (run.draft_tokens,)",
+        "    if False:\n        return (run.draft_tokens,)",
         PINNED + "passes_have_all_rows_and_all_pages_with_and_without_drafts",
     ),
     Fault(

@@ -80,7 +80,15 @@ def test_a_batch_is_padded_to_its_bucket_with_the_padding_slot() -> None:
 
 
 def test_pinned_rows_are_k_plus_1_whatever_is_drafted() -> None:
-    assert packer(pin_rows=True).decode([decoding(2, tokens=8)], [0], 0).num_drafts == K
+    for can in (None, Capabilities(graphs=True)):
+        batch = packer(can, pin_rows=True).decode([decoding(2, tokens=8)], [0], 0)
+        assert batch.num_drafts == K
+
+
+def test_without_graphs_a_batch_drafts_no_more_than_its_requests_take() -> None:
+    pack, requests = packer(draft_tokens=16), [decoding(0, tokens=8), decoding(1, tokens=8)]
+    for most in (0, 3, 11, 16):
+        assert pack.decode(requests, [most, 0], 16).num_drafts == most
 
 
 @pytest.mark.parametrize(
@@ -168,19 +176,42 @@ class TestCaptured:
             assert getattr(features, name) >= getattr(asked, name)
         assert asked.logprobs in (None, features.logprobs)
 
-    @pytest.mark.parametrize("auto_depth", [False, True])
-    def test_every_shape_that_a_batch_may_have_is_listed(self, auto_depth: bool) -> None:
-        pack = packer(self.can, auto_depth=auto_depth)
+    @pytest.mark.parametrize("pin_rows", [False, True])
+    def test_every_shape_that_a_batch_may_have_is_listed(self, pin_rows: bool) -> None:
+        pack = packer(self.can, pin_rows=pin_rows)
         listed = list(pack.captured_batches())
-        assert len({batch.key for batch in listed}) == len(listed) == 4 * 3 * (1 + K * auto_depth)
+        shapes = 4 * 3 * (1 if pin_rows else K + 1)  # sizes, variants, depths
+        assert len({batch.key for batch in listed}) == len(listed) == shapes
         assert all(set(batch.slots.tolist()) == {SLOTS} for batch in listed)
         for count in range(1, SLOTS + 1):
             for sampling in (GREEDY, DRAWN, Sampling(max_tokens=64, logprobs=3)):
-                for depth in range(K + 1) if auto_depth else (K,):
+                for depth in range(K + 1):
                     requests = [decoding(slot, tokens=9) for slot in range(count - 1)]
                     requests.append(decoding(count - 1, tokens=9, sampling=sampling))
                     batch = pack.decode(requests, [0] * count, depth)
                     assert any(batch is known for known in listed)
+
+    def test_the_depth_is_what_requests_may_take_not_what_their_ends_leave(self) -> None:
+        pack, requests = packer(self.can), [decoding(0, tokens=9), decoding(1, tokens=9)]
+        for depth in range(K + 1):
+            assert pack.decode(requests, [0, 0], depth).num_drafts == depth
+
+    @pytest.mark.parametrize(
+        ("most", "depths"),
+        [
+            (0, [0]),
+            (3, [0, 1, 2, 3]),
+            (8, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+            (9, [0, 1, 2, 4, 8, 9]),
+            (16, [0, 1, 2, 4, 8, 16]),
+        ],
+    )
+    def test_a_bounded_number_of_depths_is_captured(self, most: int, depths: list[int]) -> None:
+        pack = packer(self.can, draft_tokens=most)
+        assert sorted({batch.num_drafts for batch in pack.captured_batches()}) == depths
+        for wanted in range(most + 1):
+            batch = pack.decode([decoding(0, tokens=9)], [wanted], wanted)
+            assert batch.num_drafts == min(depth for depth in depths if depth >= wanted)
 
     def test_without_sampled_graphs_batches_that_sample_do_not_stay(self) -> None:
         pack = packer(Capabilities(graphs=True, host_lengths=True))
@@ -224,5 +255,6 @@ def test_host_lengths_of_a_prompt_are_its_own() -> None:
 def test_batches_of_one_shape_have_one_key() -> None:
     pack = packer(Capabilities(graphs=True))
     batches: list[DecodeBatch] = list(pack.captured_batches())
-    assert batches[0].key == (1, K)
-    assert batches[1].key == (1, K, CAPTURED_FEATURES[1])
+    assert batches[0].key == (1, 0)
+    assert batches[1].key == (1, 0, CAPTURED_FEATURES[1])
+    assert batches[-1].key == (SLOTS, K, EVERYTHING)

@@ -121,10 +121,10 @@ def test_sampled_requests_run_uncaptured_with_the_same_draws(folder, monkeypatch
     assert sum(out.drafted for out in got) > 0
 
 
-def test_warm_up_captures_each_batch_size_and_no_prompt(folder, monkeypatch) -> None:
+def test_warm_up_captures_each_batch_size_and_depth_and_no_prompt(folder, monkeypatch) -> None:
     runner = npu_team(folder, monkeypatch, draft_tokens=1, max_slots=2).runners[0]
     warm_up(runner)
-    assert sorted(runner.graphs._graphs) == [(1, 1), (2, 1)]
+    assert sorted(runner.graphs._graphs) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert all(replay is not None for replay, _ in runner.graphs._graphs.values())
 
 
