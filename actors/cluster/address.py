@@ -19,6 +19,10 @@ from outrider.actors.cluster.spec import Spec
 CONNECT_TIMEOUT_S = 5.0
 TEMP_BYTES = 64 << 20
 """Free space that a private cluster needs for its sockets and logs."""
+MAX_SOCKET_PATH_BYTES = 107
+"""Of a Unix socket, on Linux."""
+SOCKET_OF_SESSION = "/session_2026-11-30_12-34-56_123456_{pid}/sockets/plasma_store"
+"""Longest path of a socket in Ray's folder; its session has the time and our process in its name."""
 AUTH_PAGE = "see README.md, On a running Ray cluster"
 
 
@@ -67,10 +71,19 @@ def _temp_folder(environ: Mapping[str, str], root: Path) -> Path:
 def temp_problem(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
     """Why Ray could not keep the files of a private cluster, or None."""
     folder = _temp_folder(environ, root)
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     change = "set RAY_TMPDIR to another folder, with a short path"
-    if not os.access(there, os.W_OK):
+    if not os.path.isdir(there):
+        return f"Ray cannot keep its files in {folder}, because {there} is no folder: {change}"
+    if not os.access(there, os.W_OK | os.X_OK):
         return f"Ray cannot write its files to {folder}: {change}"
+    name = os.fsencode(folder.relative_to(root))
+    most = MAX_SOCKET_PATH_BYTES - len(SOCKET_OF_SESSION.format(pid=os.getpid())) - len("/")
+    if len(name) > most:
+        return (
+            f"Ray keeps its sockets below {folder}, a path of {len(name) + 1} bytes where at most "
+            f"{most + 1} leave room for their names: {change}"
+        )
     free = shutil.disk_usage(there).free
     if free < TEMP_BYTES:
         return (

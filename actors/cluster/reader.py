@@ -153,19 +153,21 @@ def _number_as_text(value: object) -> object:
 def _suggestion(key: str) -> str:
     """What was probably meant by an unknown key, or which keys its section has."""
     section, _, name = key.rpartition(".")
-    known = list(_keys())
-    by_name = {k.rpartition(".")[2]: k for k in known}
-    close = difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.7)
+    by_name = {known.rpartition(".")[2]: known for known in _keys()}
+    top = [known for known in _keys() if "." not in known]
+    names = [n for n, known in by_name.items() if known == f"{section}.{n}"]
     if name in by_name:
-        close = [by_name[name]]
-    elif not close and not section:
-        close = [by_name[n] for n in difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)]
+        close = [name]
+    elif names:  # not the whole keys: they share the section's letters
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    else:
+        close = difflib.get_close_matches(key, [*_keys(), *SECTIONS], n=1, cutoff=0.7)
+        if not close and not section:
+            close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)
     if close:
-        return f"; did you mean {close[0]}?"
-    if section in SECTIONS:
-        names = [k.rpartition(".")[2] for k in known if k.startswith(f"{section}.")]
+        return f"; did you mean {by_name.get(close[0], close[0])}?"
+    if names:
         return f"; section {section} has {', '.join(names)}"
-    top = [k for k in known if "." not in k]
     return f"; there are {', '.join(top)} and the sections {', '.join(SECTIONS)}"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
+from ray._private.utils import validate_socket_filepath
 
 from outrider.actors.cluster import address, placement
 from outrider.actors.cluster.address import obstacle, running_address, temp_problem
@@ -98,17 +101,48 @@ def test_a_token_may_lie_in_the_home_or_in_a_named_file(tmp_path: Path, head: st
     assert "there is no token" in (obstacle(head, named, tmp_path) or "")
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path, as Ray's sockets need."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_no_room_for_rays_files_is_known_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cluster: None
+    short: Path, monkeypatch: pytest.MonkeyPatch, no_cluster: None
 ) -> None:
-    where = {"RAY_TMPDIR": str(tmp_path / "not" / "yet")}
+    where = {"RAY_TMPDIR": str(short / "not" / "yet")}
     assert temp_problem(where) is None
     monkeypatch.setattr(address, "TEMP_BYTES", 1 << 62)
     assert "MiB free and needs" in (temp_problem(where) or "")
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"{tmp_path}/ray, which has .* RAY_TMPDIR to another"):
+    monkeypatch.setenv("RAY_TMPDIR", str(short))
+    with pytest.raises(ConfigError, match=f"{short}/ray, which has .* RAY_TMPDIR to another"):
         placement.connect_ray(load_spec(None, {"model": "m"}))
     assert not ray.is_initialized()
+
+
+def test_a_place_that_cannot_hold_rays_files_is_named(short: Path) -> None:
+    file = short / "file"
+    file.touch()
+    found = temp_problem({"RAY_TMPDIR": str(file)})
+    assert found is not None
+    assert found.startswith(f"Ray cannot keep its files in {file}/ray, because {file} is no folder")
+
+
+def test_a_folder_is_too_long_exactly_where_ray_refuses_it(short: Path) -> None:
+    """Ray names its sockets after the session; the longest that Linux takes has 107 bytes."""
+    session = f"session_2026-11-30_12-34-56_123456_{os.getpid()}"
+    for extra in (0, 1):
+        room = 107 + extra - len(f"{short}//ray/{session}/sockets/plasma_store")
+        socket = short / ("x" * room) / "ray" / session / "sockets" / "plasma_store"
+        found = temp_problem({"RAY_TMPDIR": str(short / ("x" * room))})
+        if extra:
+            with pytest.raises(OSError, match="path length cannot exceed"):
+                validate_socket_filepath(str(socket))
+            assert "bytes where at most" in (found or "")
+        else:
+            validate_socket_filepath(str(socket))
+            assert found is None
 
 
 def test_an_address_that_cannot_be_joined_is_blamed_on_where_it_was_written(
