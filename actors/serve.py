@@ -23,11 +23,8 @@ from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp
 
-from outrider.actors.cluster.placement import (
-    DRIVER_CPUS,
-    bundles,
-    engines_that_fit,
-)
+from outrider.actors.cluster.imports import isolate_worker
+from outrider.actors.cluster.placement import DRIVER_CPUS, bundles, engines_that_fit
 from outrider.actors.cluster.reader import load_spec, parse_set
 from outrider.actors.cluster.shares import HostShare, claim_share
 from outrider.actors.cluster.spec import DEFAULT_FILE, Spec
@@ -55,6 +52,7 @@ class Replica:
 
     async def __init__(self, spec: Spec, keys: tuple[bytes, ...] = ()) -> None:
         """spec: from `serving_spec`. keys: SHA-256 digests of the API keys; none: everyone may."""
+        isolate_worker()
         _log_beside_serve()
         model_dir, model = spec.open_model()
         share = claim_replica_share(spec)

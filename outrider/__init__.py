@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 if (
     sys.argv[:1] == ["-m"]  # so it is while Python looks for the module to run
     and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswith("outrider.")
-    and not sys.flags.safe_path
-    and Path(sys.path[0]) != Path(__file__).parents[1]
+    and Path.cwd() != Path(__file__).resolve().parents[1]
 ):
-    # `python -m` puts the current folder first: a model's folder may hold a tokenizers.py.
-    del sys.path[0]
+    # `python -m` puts the current folder first, and Ray a job's, which is the current one too, into
+    # PYTHONPATH: a model's folder may hold a tokenizers.py.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
 
 __all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
 

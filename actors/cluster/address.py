@@ -17,6 +17,9 @@ from pathlib import Path
 from outrider.actors.cluster.spec import Spec
 
 CONNECT_TIMEOUT_S = 5.0
+HTTP2_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The header of a settings frame of length 0: 3 bytes of length, type 4, flags, stream."""
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 TEMP_BYTES = 64 << 20
 """Free space that a private cluster needs for its sockets and logs."""
 MAX_SOCKET_PATH_BYTES = 107
@@ -49,10 +52,32 @@ def obstacle(address: str, environ: Mapping[str, str], root: Path = Path("/")) -
     if not host or not port.isdecimal():
         return 'must be HOST:PORT, "auto" or "local"'
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        is_grpc = _answers_grpc((host.strip("[]"), int(port)), environ)
     except (OSError, OverflowError) as problem:
         return f"nothing answers at {place} ({problem}); `ray start --head` prints the address"
+    if not is_grpc:
+        return (
+            f"what answers at {place} is no head of a Ray cluster (its dashboard, 8265, is "
+            "another); `ray start --head` prints the address"
+        )
     return _locked_out(_auth_mode(port, root), environ, root)
+
+
+def _answers_grpc(place: tuple[str, int], environ: Mapping[str, str]) -> bool:
+    """Whether a server answers there as gRPC does, which a head speaks; OSError if nothing listens.
+
+    gRPC runs over HTTP/2 (RFC 9113, section 3.4): each side begins with its settings. With Ray's
+    TLS the settings cannot be read, and any server is believed.
+    """
+    with socket.create_connection(place, CONNECT_TIMEOUT_S) as connection:
+        if environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return True
+        try:
+            connection.sendall(HTTP2_START)
+            frame = connection.recv(len(HTTP2_SETTINGS))
+        except OSError:  # it is silent, or ends the connection
+            return False
+    return frame[3:4] == HTTP2_SETTINGS[3:4]
 
 
 def _current_cluster(environ: Mapping[str, str], root: Path) -> str | None:

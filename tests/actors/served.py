@@ -32,7 +32,8 @@ def free_port() -> int:
 class Served:
     """`serve run` on the tests' cluster, and beside it an engine that says what is right.
 
-    Its folder holds cluster.yaml alone, so the application is the one that this file describes.
+    Its folder holds cluster.yaml, which describes the application, and modules with the names of
+    what a replica imports; it must not import these.
     """
 
     def __init__(self, cluster: RunningCluster, tiny: Engine, folder: Path) -> None:
@@ -48,6 +49,8 @@ class Served:
             f"serve: {{slots: {SLOTS}, queue_timeout_s: 120}}\n"
             "parallel: {rank_cpus: null}\n"  # left to the other engines on this host
         )
+        for name in ("model", "tokenizers"):
+            (folder / f"{name}.py").write_text("raise ImportError('of the current folder')\n")
         serve.start(http_options={"port": port})  # `serve run` would take 8000
         command = [sys.executable, "-m", "ray.serve.scripts", "run", "--name", APPLICATION]
         command += ["outrider.actors.serve:app"]

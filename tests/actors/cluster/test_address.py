@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from outrider.actors.cluster.address import obstacle, running_address, temp_prob
 from outrider.actors.cluster.reader import load_spec
 from outrider.actors.errors import EngineDeadError
 from outrider.model.config import ConfigError
+from tests.actors.cluster.listeners import GRPC, WEB, listening
 
 FREE_PORT = "127.0.0.1:9"
 
@@ -25,8 +25,8 @@ FREE_PORT = "127.0.0.1:9"
 @pytest.fixture
 def head() -> Iterator[str]:
     """Something that answers, as the head of a cluster does."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    with listening(GRPC) as place:
+        yield place
 
 
 def started(root: Path, head: str, environ: str) -> None:
@@ -61,6 +61,22 @@ def test_a_wrong_address_is_known_at_once(tmp_path: Path, given: str, says: str)
     found = obstacle(given, {}, tmp_path)
     assert found is not None
     assert re.search(says, found), found
+
+
+@pytest.mark.parametrize(("answer", "tls", "is_head"), [
+    (GRPC, "0", True), (WEB, "0", False), (b"", "0", False), (WEB, "1", True)
+])  # fmt: skip
+def test_a_server_that_is_no_head_is_known_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: bytes, tls: str, is_head: bool
+) -> None:
+    """Ray asks one for 200 s. With TLS nothing can be told from outside."""
+    monkeypatch.setattr(address, "CONNECT_TIMEOUT_S", 0.3)
+    with listening(answer) as place:
+        found = obstacle(place, {"RAY_USE_TLS": tls}, tmp_path)
+    if is_head:
+        assert found is None
+    else:
+        assert (found or "").startswith(f"what answers at {place} is no head of a Ray cluster")
 
 
 def test_auto_is_what_the_head_left_behind(tmp_path: Path, head: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from outrider.actors.cluster import address, doctor
 from outrider.actors.cluster.doctor import Check, examine, report
 from outrider.actors.cluster.reader import load_spec
 from outrider.parallel import affinity
+from tests.actors.cluster.listeners import GRPC, listening
 
 CUDA = {"device": "cuda"}
 NPU = {"device": "npu", "tensor_parallel": 2}
@@ -94,13 +94,13 @@ def test_each_lack_has_its_state_and_advice(
 
 def test_a_cluster_that_cannot_be_joined_blocks(machine: Path, repo: Path) -> None:
     """A token that it wants, as it does after any ray.init() of the same user, and a wrong port."""
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        port = head.getsockname()[1]
+    with listening(GRPC) as place:
+        port = place.rpartition(":")[2]
         process = machine / "proc" / "77"
         process.mkdir(parents=True)
         (process / "cmdline").write_text(f"/x/gcs_server\0--gcs_server_port={port}\0")
         (process / "environ").write_text("RAY_AUTH_MODE=token\0")
-        there = {"ray.address": f"127.0.0.1:{port}"}
+        there = {"ray.address": place}
         check = checks(machine, repo, **there)["ray.address"]
         assert check.state == "error"
         assert "export RAY_AUTH_MODE=token" in check.found

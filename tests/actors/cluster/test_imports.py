@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.actors.cluster.imports import HOME, leave_callers_folders
+from outrider.actors.cluster.imports import HOME, leave_callers_folders, leave_current_folder
 
 RAY = Path("/site-packages/ray")
 BEHIND = [str(RAY / "thirdparty_files"), str(RAY / "_private/workers"), "/pythonpath", "/lib"]
@@ -50,13 +50,30 @@ def test_a_process_that_ray_did_not_start_is_left_alone() -> None:
     assert path == ["/a", "/b"]
 
 
+def test_the_current_folder_is_taken_out_unless_outrider_comes_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's working_dir is the current folder, and Ray puts it into PYTHONPATH."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inner").mkdir()
+    path = ["/lib", str(tmp_path), "", str(tmp_path / "inner" / ".."), str(tmp_path / "inner")]
+    leave_current_folder(path)
+    assert path == ["/lib", str(tmp_path / "inner")]
+    monkeypatch.chdir(HOME)
+    path = ["/lib", str(HOME)]
+    leave_current_folder(path)
+    assert path == ["/lib", str(HOME)]
+
+
+@pytest.mark.parametrize("in_pythonpath", [False, True])
 @pytest.mark.parametrize("module", ["outrider.actors.cli", "outrider.actors.job"])
 def test_a_module_that_is_run_imports_nothing_from_the_current_folder(
-    tmp_path: Path, repo: Path, module: str
+    tmp_path: Path, repo: Path, module: str, in_pythonpath: bool
 ) -> None:
     folder = hostile_folder(tmp_path / "here")
     command = [sys.executable, "-m", module, *(["doctor"] if module.endswith("cli") else [])]
-    environ = {"PYTHONPATH": str(repo), "PATH": "/usr/bin:/bin"}
+    given = f"{folder}:{repo}" if in_pythonpath else str(repo)
+    environ = {"PYTHONPATH": given, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
     )
