@@ -177,11 +177,19 @@ def _end(cluster: Cluster) -> None:
         try:
             if ray.is_initialized():
                 with contextlib.suppress(RayServeException):  # Serve was not started
-                    serve.delete(APPLICATION)
+                    delete_application()
                     if cluster.private:
                         serve.shutdown()
         finally:
             cluster.close()
+
+
+def delete_application() -> None:
+    """Take the application off Serve, which waits for its replicas for 60 s."""
+    try:
+        serve.delete(APPLICATION)
+    except TimeoutError:
+        log.warning("a replica hangs; Serve kills it after serve.drain_timeout_s")
 
 
 def drain(replicas: DeploymentHandle, timeout_s: float) -> None:

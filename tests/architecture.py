@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -344,6 +345,35 @@ def readme_tree_equals_the_disk(root: Path) -> list[str]:
     return absent + [f"README.md: the tree names {path}" for path in sorted(listed - disk)]
 
 
+def pages_name_files_that_exist(root: Path) -> list[str]:
+    """A file of ours is written with its folder, from the root of the project or from tests/.
+
+    docs/log.md tells what was, and names what is gone.
+    """
+    name = re.compile(rf"(?<![\w./-])(?:{'|'.join((*ALL_ROOTS, 'docs'))})/[\w./-]*\.\w+")
+    return [
+        f"{path}:{number}: {file} does not exist"
+        for path, number, line in _lines_of_pages(root)
+        for file in name.findall(line)
+        if path != "docs/log.md" and not any((root / top / file).exists() for top in ("", "tests"))
+    ]
+
+
+def merges_are_finished(root: Path) -> list[str]:
+    return [
+        f"{path}:{number}: what a conflict left: {line}"
+        for path, number, line in _lines_of_pages(root)
+        if line.startswith(("<<<<<<< ", ">>>>>>> "))
+    ]
+
+
+def _lines_of_pages(root: Path) -> Iterator[tuple[str, int, str]]:
+    """(path, number, line) of all Markdown at the root and in docs/."""
+    for page in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+            yield page.relative_to(root).as_posix(), number, line
+
+
 def _entries(root: Path, folder: Path, opened: set[str]) -> Iterator[str]:
     generated = {"__pycache__", "build", "dist", "out", "checkpoints"}
     for path in folder.iterdir():
@@ -374,4 +404,6 @@ RULES: tuple[Rule, ...] = (
     names_say_what_is_inside,
     failures_are_not_swallowed,
     readme_tree_equals_the_disk,
+    pages_name_files_that_exist,
+    merges_are_finished,
 )

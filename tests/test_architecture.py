@@ -25,11 +25,13 @@ from tests.architecture import (
     host_syncs_stay_in_the_runner,
     imports_are_absolute,
     imports_form_no_circle,
+    merges_are_finished,
     modules_open_with_a_map,
     names_say_what_is_inside,
     one_file_reads_yaml,
     our_code_is_imported_under_one_name,
     packages_hold_no_code,
+    pages_name_files_that_exist,
     readme_tree_equals_the_disk,
 )
 
@@ -116,6 +118,13 @@ VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
     (readme_tree_equals_the_disk, "parallel/backends/npu.py", "x = 1\n"),
     (readme_tree_equals_the_disk, "notes.txt", "x = 1\n"),
     (readme_tree_equals_the_disk, "model/gone.py", ""),
+    (
+        pages_name_files_that_exist,
+        "docs/design.md",
+        "Read actors/cluster/reader.py, model/gone.py.",
+    ),
+    (pages_name_files_that_exist, "NOTES.md", "tests/test_gone.py finds it."),
+    (merges_are_finished, "CHANGELOG.md", "- one\n<<<<<<< HEAD\n- two\n"),
 )
 
 

@@ -25,7 +25,7 @@ TEMP_BYTES = 64 << 20
 MAX_SOCKET_PATH_BYTES = 107
 """Of a Unix socket, on Linux."""
 SOCKET_OF_SESSION = "/session_2026-11-30_12-34-56_123456_{pid}/sockets/plasma_store"
-"""Longest path of a socket in Ray's folder; its session has the time and our process in its name."""
+"""Longest path of a socket in Ray's folder; a session has time and process in its name."""
 AUTH_PAGE = "see README.md, On a running Ray cluster"
 
 

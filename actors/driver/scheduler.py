@@ -86,10 +86,10 @@ class Scheduler:
         max_tokens beyond the context is cut to what fits; the answer then ends with "length".
         """
         limits, sampling, tokens = self.limits, asked.sampling, list(prompt)
+        self._check_length(len(tokens))  # before each of them is looked at
         self._check_ids("prompt token {} at index {}", tokens)
         self._check_ids("logit_bias token {}", [token for token, _ in sampling.logit_bias])
         self._check_ids("stop token {}", sampling.stop_ids)
-        self._check_prompt(tokens)
         max_tokens = min(sampling.max_tokens, limits.max_model_len - len(tokens))
         self._check_pages(len(tokens), max_tokens)
         request = Request(
@@ -209,21 +209,22 @@ class Scheduler:
         return -(-rows // self.limits.page_tokens)
 
     def _check_ids(self, what: str, tokens: Sequence[int]) -> None:
-        for index, token in enumerate(tokens):
-            if not 0 <= token < self.limits.vocab_size:
-                raise RequestError(
-                    f"{what.format(token, index)}: token ids of this model lie in "
-                    f"[0, {self.limits.vocab_size})"
-                )
+        size = self.limits.vocab_size
+        if tokens and (min(tokens) < 0 or max(tokens) >= size):
+            index, token = next(
+                (index, token) for index, token in enumerate(tokens) if not 0 <= token < size
+            )
+            rule = f"token ids of this model lie in [0, {size})"
+            raise RequestError(f"{what.format(token, index)}: {rule}")
 
-    def _check_prompt(self, tokens: list[int]) -> None:
+    def _check_length(self, prompt_tokens: int) -> None:
         limits = self.limits
-        if not tokens:
+        if not prompt_tokens:
             raise RequestError("the prompt is empty: it needs at least 1 token")
         longest = limits.max_model_len - 1
-        if len(tokens) > longest:
+        if prompt_tokens > longest:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, {len(tokens) - longest} too many: "
+                f"the prompt has {prompt_tokens} tokens, {prompt_tokens - longest} too many: "
                 f"limits.max_model_len = {limits.max_model_len} leaves {longest} for a prompt; "
                 "shorten it, or raise limits.max_model_len in cluster.yaml"
             )

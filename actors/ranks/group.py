@@ -130,18 +130,10 @@ class RankGroup:
             self._actors.append(actor.options(**options).remote())
         self._places = await self._all("prepare", [(setup,) for setup in self._setups])
         rendezvous = await self._open()
-        greeting = asyncio.ensure_future(self._say_hello(rendezvous))
-        try:
-            pages = min(await self._all("connect", [(rendezvous,)] * len(self._actors)))
-            await greeting
-        finally:
-            greeting.cancel()
-        listening = asyncio.ensure_future(self._follow_loading())
-        try:
-            self._rank_stats = await self._all("load", [(pages,)] * len(self._actors))
-            await listening
-        finally:
-            listening.cancel()
+        connecting = self._all("connect", [(rendezvous,)] * len(self._actors))
+        pages = min(await both(connecting, self._say_hello(rendezvous)))
+        loading = self._all("load", [(pages,)] * len(self._actors))
+        self._rank_stats = await both(loading, self._follow_loading())
         self._runs = [asyncio.ensure_future(_value(actor.run.remote())) for actor in self._actors]
         return pages
 
@@ -276,6 +268,25 @@ async def _first_error(
     if failures:
         raise explain(*min(failures, key=lambda failure: _distance_from_cause(failure[1])), places)
     return [task.result() for task in tasks]
+
+
+async def both(calls: Coroutine[Any, Any, T], beside: Coroutine[Any, Any, None]) -> T:
+    """The result of calls to ranks, once `beside` has ended too; the first error of either at once.
+
+    An error beside may come of a rank's, so the calls get GRACE_S to report theirs.
+    """
+    tasks = asyncio.ensure_future(calls), asyncio.ensure_future(beside)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if tasks[0] not in done:
+            await asyncio.wait(tasks[:1], timeout=GRACE_S)
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        if errors:
+            raise errors[0]
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _distance_from_cause(error: BaseException) -> int:

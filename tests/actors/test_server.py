@@ -6,7 +6,9 @@ import socket
 
 import pytest
 import ray
+from ray import serve
 
+from outrider.actors import server
 from outrider.actors.errors import EngineDeadError
 from outrider.actors.server import run_server, start_error
 from outrider.model.config import ConfigError
@@ -42,3 +44,16 @@ def test_the_last_line_of_serves_account_is_the_cause() -> None:
     assert str(other) == "the server did not start: KeyError: 'x'"
     assert "serve.py" in other.detail
     assert str(start_error("")) == "the server did not start: "
+
+
+def test_a_replica_that_hangs_at_the_end_is_left_to_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """serve.delete waits for 60 s; serve.drain_timeout_s may let a hung replica stay longer."""
+
+    def delete(name: str) -> None:
+        raise TimeoutError("Some of these applications weren't deleted after 60s")
+
+    monkeypatch.setattr(serve, "delete", delete)
+    server.delete_application()
+    assert "Serve kills it after serve.drain_timeout_s" in caplog.text

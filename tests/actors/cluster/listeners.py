@@ -1,4 +1,4 @@
-"""Servers that answer every connection with the same bytes: what may stand at a cluster's address."""
+"""Servers that give every connection the same answer: what may stand where a head should."""
 
 from __future__ import annotations
 

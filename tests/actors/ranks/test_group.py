@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import threading
@@ -19,7 +20,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from outrider.actors.cluster.reader import load_spec
 from outrider.actors.errors import DivergenceError, EngineDeadError
 from outrider.actors.ranks.connection import Address, Connection, Connector
-from outrider.actors.ranks.group import explain
+from outrider.actors.ranks.group import both, explain
 from outrider.actors.ranks.loop import RankLoop
 from outrider.actors.ranks.messages import DRIVER, Commands, Hello
 from outrider.actors.ranks.rank import Location, RankSetup, exchange_hello, settle_pages
@@ -297,6 +298,42 @@ def test_a_dead_process_is_told_in_one_line():
     assert isinstance(told, EngineDeadError)
     assert str(told).startswith("rank 1 died: ")
     assert "\n" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("calls_s", "calls_fail", "beside_fails", "says"),
+    [
+        (60.0, False, True, "beside"),  # the calls would go on until their own time limit
+        (0.1, True, True, "of a rank"),  # the cause, although it comes later
+        (0.0, True, False, "of a rank"),
+        (0.1, False, False, None),
+    ],
+)
+def test_what_fails_beside_calls_to_ranks_is_known_at_once(
+    calls_s: float, calls_fail: bool, beside_fails: bool, says: str | None
+) -> None:
+    """As the driver's greeting does while the ranks connect, and its reading while they load."""
+
+    async def calls() -> str:
+        await asyncio.sleep(calls_s)
+        if calls_fail:
+            raise EngineDeadError("of a rank")
+        return "done"
+
+    async def beside() -> None:
+        await asyncio.sleep(60 if calls_fail and not beside_fails else 0)
+        if beside_fails:
+            raise ValueError("beside")
+
+    async def run() -> str:
+        async with asyncio.timeout(5):
+            return await both(calls(), beside())
+
+    if says is None:
+        assert asyncio.run(run()) == "done"
+    else:
+        with pytest.raises((EngineDeadError, ValueError), match=says):
+            asyncio.run(run())
 
 
 def test_no_socket_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
