@@ -1,11 +1,12 @@
 """Tokens per second of the bundled checkpoint on this machine: `make bench`.
 
-    two engines of two CPU ranks, without and with drafts -> prompts one by one, greedy -> tok/s
+    two engines of two CPU ranks, without and with drafts -> prompts one by one -> tok/s
     transformers' generate, same prompts and precision, with 1 and 2 threads -> tok/s
 
-The tokens of each engine are compared with those of transformers; where they differ, the two
-likeliest tokens' logits are told. K = 0 is plain decoding by the same code. The last line of stdout
-is one JSON object; progress goes to stderr.
+Each engine answers the prompts greedily and sampled, in turns. Its greedy tokens are compared with
+those of transformers (where they differ, the two likeliest tokens' logits are told), its sampled
+ones with those of K = 0, which is plain decoding by the same code. The last line of stdout is one
+JSON object; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import psutil
 import torch
 import typer
@@ -28,6 +30,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from outrider.actors.engine import Engine
 from outrider.benchmarks.differences import find_differences
+from outrider.benchmarks.traffic import GREEDY, Settings, sampling_settings
 from outrider.model.step import Sampling
 from outrider.model.text import Tokenizer
 
@@ -54,12 +57,55 @@ class Run:
     """Token ids of each prompt's answer."""
     drafted: int = 0
     accepted: int = 0
+    iterations: int = 0
+
+    @property
+    def accepted_share(self) -> float:
+        return self.accepted / max(1, self.drafted)
+
+    @property
+    def tokens_per_iteration(self) -> float:
+        """An iteration brings one token more than the drafts that it keeps."""
+        return 1 + self.accepted / max(1, self.iterations)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """What an engine did at one K."""
+
+    greedy: Run
+    sampled: Run
+
+    @property
+    def sampled_tok_s_at_greedy_acceptance(self) -> float:
+        """Speed of sampled requests if an iteration brought as many tokens as a greedy one."""
+        return (
+            self.sampled.tok_s
+            * self.greedy.tokens_per_iteration
+            / self.sampled.tokens_per_iteration
+        )
+
+    def line(self, k: int) -> str:
+        """Both side by side."""
+        greedy, sampled = self.greedy, self.sampled
+        alike = self.sampled_tok_s_at_greedy_acceptance
+        return (
+            f"TP{RANKS} K={k}: greedy {greedy.tok_s:.1f} tok/s, "
+            f"{greedy.accepted_share:.1%} accepted | "
+            f"sampled {sampled.tok_s:.1f} tok/s, {sampled.accepted_share:.1%} accepted | "
+            f"sampled at greedy's acceptance {alike:.1f} tok/s, {alike / greedy.tok_s:.3f} of it"
+        )
 
 
 def measure_engine(
-    model: Path, config: Path | None, prompts: list[list[int]], draft_tokens: int, max_tokens: int
-) -> tuple[dict[int, Run], dict[str, float]]:
-    """One engine's Run for each K, which its requests ask for, and its CPU use when idle.
+    model: Path,
+    config: Path | None,
+    prompts: list[list[int]],
+    draft_tokens: int,
+    max_tokens: int,
+    settings: Settings,
+) -> tuple[dict[int, Runs], dict[str, float]]:
+    """One engine's Runs for each K, which its requests ask for, and its CPU use when idle.
 
     draft_tokens: the engine's own K, the most that a request can ask for. At 0 the draft is not
     loaded, and K = 0 is the only one measured; otherwise the others are.
@@ -71,30 +117,51 @@ def measure_engine(
         "speculation.draft_tokens": draft_tokens,
     }
     depths = [k for k in DRAFT_TOKENS if 0 < k <= draft_tokens] if draft_tokens else [0]
-    runs: dict[int, Run] = {}
+    runs: dict[int, Runs] = {}
     with Engine.from_config(config, overrides) as engine:
         for k in depths:
-            runs[k] = measure_depth(engine, prompts, k, max_tokens)
-            print(f"TP{RANKS} K={k}: {runs[k]}", file=sys.stderr)
+            runs[k] = measure_depth(engine, prompts, k, max_tokens, settings)
+            print(runs[k].line(k), file=sys.stderr)
         idle = idle_cpu_percent()
     return runs, idle
 
 
-def measure_depth(engine: Engine, prompts: list[list[int]], k: int, max_tokens: int) -> Run:
-    """The Run of requests that ask for K drafts an iteration."""
-    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, draft_tokens=k)
-    engine.generate(prompts[0], sampling)  # first use of buffers and code paths
-    drafted = accepted = 0
+def measure_depth(
+    engine: Engine, prompts: list[list[int]], k: int, max_tokens: int, settings: Settings
+) -> Runs:
+    """The Runs of requests that ask for K drafts an iteration, greedy and with these settings."""
+    ways = [
+        EngineWay(
+            engine,
+            prompts,
+            Sampling(max_tokens=max_tokens, ignore_eos=True, **asked, draft_tokens=k),
+        )
+        for asked in (GREEDY, settings)
+    ]
+    for way in ways:
+        engine.generate(prompts[0], way.sampling)  # first use of buffers and code paths
+    results = timed([way.generate for way in ways], len(prompts))
+    greedy, sampled = (
+        Run(tok_s=tok_s, outputs=outputs, **way.counts)
+        for way, (tok_s, outputs) in zip(ways, results)
+    )
+    return Runs(greedy=greedy, sampled=sampled)
 
-    def generate(prompt: list[int]) -> list[int]:
-        nonlocal drafted, accepted
-        (completion,) = engine.generate(prompt, sampling)
-        drafted += completion.stats.drafted
-        accepted += completion.stats.accepted
+
+class EngineWay:
+    """An engine's answers to prompts; `counts` sums drafted, accepted and iterations."""
+
+    def __init__(self, engine: Engine, prompts: list[list[int]], sampling: Sampling) -> None:
+        self.engine, self.prompts, self.sampling = engine, prompts, sampling
+        self.counts = {"drafted": 0, "accepted": 0, "iterations": 0}
+
+    def generate(self, index: int) -> list[int]:
+        """The answer to the prompt of this index, which is also the seed of its draws."""
+        sampling = msgspec.structs.replace(self.sampling, seed=index)
+        (completion,) = self.engine.generate(self.prompts[index], sampling)
+        for name in self.counts:
+            self.counts[name] += getattr(completion.stats, name)
         return list(completion.token_ids)
-
-    tok_s, outputs = timed(generate, prompts)
-    return Run(tok_s=tok_s, outputs=outputs, drafted=drafted, accepted=accepted)
 
 
 def measure_transformers(
@@ -104,8 +171,8 @@ def measure_transformers(
     torch.set_num_threads(threads)
     network: Any = Qwen3_5ForCausalLM.from_pretrained(model, dtype=torch.float32)
 
-    def generate(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
+    def generate(index: int) -> list[int]:
+        ids = torch.tensor([prompts[index]])
         output = network.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -114,24 +181,30 @@ def measure_transformers(
             eos_token_id=None,
             pad_token_id=0,
         )
-        return output[0, len(prompt) :].tolist()
+        return output[0, ids.shape[1] :].tolist()
 
-    generate(prompts[0])
-    tok_s, outputs = timed(generate, prompts)
+    generate(0)
+    ((tok_s, outputs),) = timed([generate], len(prompts))
     return Run(tok_s=tok_s, outputs=outputs)
 
 
 def timed(
-    generate: Callable[[list[int]], list[int]], prompts: list[list[int]]
-) -> tuple[float, list[list[int]]]:
-    """Median tokens per second over the repeats, prefill included, and the last answers."""
-    speeds: list[float] = []
-    outputs: list[list[int]] = []
+    ways: Sequence[Callable[[int], list[int]]], num_prompts: int
+) -> list[tuple[float, list[list[int]]]]:
+    """For each way to answer the prompts, by their index: its median tokens per second over the
+    repeats, prefill included, and its last answers.
+
+    The ways take turns, so that what slows the machine for a while slows all of them.
+    """
+    speeds: list[list[float]] = [[] for _ in ways]
+    outputs: list[list[list[int]]] = [[] for _ in ways]
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        outputs = [generate(prompt) for prompt in prompts]
-        speeds.append(sum(map(len, outputs)) / (time.perf_counter() - start))
-    return round(statistics.median(speeds), 2), outputs
+        for i, generate in enumerate(ways):
+            start = time.perf_counter()
+            outputs[i] = [generate(index) for index in range(num_prompts)]
+            speeds[i].append(sum(map(len, outputs[i])) / (time.perf_counter() - start))
+    medians = [round(statistics.median(of_way), 2) for of_way in speeds]
+    return list(zip(medians, outputs, strict=True))
 
 
 def idle_cpu_percent() -> dict[str, float]:
@@ -175,33 +248,44 @@ def transformers_margin(model: Path, tokens: list[int]) -> float:
 
 
 def report(
-    runs: dict[int, Run],
+    runs: dict[int, Runs],
+    settings: Settings,
     transformers_runs: dict[int, Run],
     idle: dict[str, float],
     prompts: list[list[int]],
     top2_margin: Callable[[list[int]], float],
 ) -> dict[str, Any]:
-    """The JSON object. runs: by K; transformers_runs: by number of threads."""
-    best = max(runs, key=lambda k: runs[k].tok_s)
+    """The JSON object. runs: by K; settings: of the sampled requests; transformers_runs: by number
+    of threads."""
+    best = max(runs, key=lambda k: runs[k].greedy.tok_s)
     reference = max(transformers_runs.values(), key=lambda run: run.tok_s)
-    engine = {}
-    for k, run in runs.items():
-        fields = {key: value for key, value in asdict(run).items() if key != "outputs"}
-        compared = list(zip(prompts, run.outputs, reference.outputs, strict=True))
+    greedy, sampled = {}, {}
+    for k, both in runs.items():
+        compared = list(zip(prompts, both.greedy.outputs, reference.outputs, strict=True))
         differences = find_differences(compared, top2_margin)
-        engine[k] = fields | {
+        greedy[k] = numbers(both.greedy) | {
             "prompts_equal_to_transformers": len(compared) - len(differences),
             "differences": [asdict(difference) for difference in differences],
+        }
+        plain = runs[0].sampled.outputs
+        equal = [text == other for text, other in zip(both.sampled.outputs, plain, strict=True)]
+        alike = both.sampled_tok_s_at_greedy_acceptance
+        sampled[k] = numbers(both.sampled) | {
+            "prompts_equal_to_plain_decoding": sum(equal),
+            "tok_s_at_greedy_acceptance": round(alike, 2),
+            "share_of_greedy_at_its_acceptance": round(alike / both.greedy.tok_s, 3),
         }
     return {
         "ranks": RANKS,
         "best_draft_tokens": best,
-        "tok_s": runs[best].tok_s,
-        "tok_s_without_drafts": runs[0].tok_s,
+        "tok_s": runs[best].greedy.tok_s,
+        "tok_s_without_drafts": runs[0].greedy.tok_s,
         "tok_s_transformers": reference.tok_s,
-        "times_transformers": round(runs[best].tok_s / reference.tok_s, 3),
-        "times_without_drafts": round(runs[best].tok_s / runs[0].tok_s, 3),
-        "engine_by_draft_tokens": engine,
+        "times_transformers": round(runs[best].greedy.tok_s / reference.tok_s, 3),
+        "times_without_drafts": round(runs[best].greedy.tok_s / runs[0].greedy.tok_s, 3),
+        "engine_by_draft_tokens": greedy,
+        "sampling": settings,
+        "sampled_by_draft_tokens": sampled,
         "transformers_by_threads": {
             threads: run.tok_s for threads, run in transformers_runs.items()
         },
@@ -216,24 +300,36 @@ def report(
     }
 
 
+def numbers(run: Run) -> dict[str, Any]:
+    """A Run as it stands in the JSON object: all but its answers."""
+    fields = {key: value for key, value in asdict(run).items() if key != "outputs"}
+    return fields | {"accepted_share": round(run.accepted_share, 4)}
+
+
 def main(
     model: Annotated[Path, typer.Option(help="Checkpoint with a tokenizer.")] = Path(
         "examples/tiny"
     ),
     config: Annotated[Path | None, typer.Option(help="Settings other than the defaults.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Of the sampled requests.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Of the sampled requests.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Of the sampled requests; 0: all tokens.")] = 0,
 ) -> None:
     """Time this engine at several K, and transformers; JSON on the last line of stdout."""
+    settings = sampling_settings(temperature=temperature, top_p=top_p, top_k=top_k)
     tokenizer = Tokenizer(model)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    runs, _ = measure_engine(model, config, prompts, 0, max_tokens)
-    with_drafts, idle = measure_engine(model, config, prompts, max(DRAFT_TOKENS), max_tokens)
+    runs, _ = measure_engine(model, config, prompts, 0, max_tokens, settings)
+    with_drafts, idle = measure_engine(
+        model, config, prompts, max(DRAFT_TOKENS), max_tokens, settings
+    )
     transformers_runs = {}
     for threads in (1, RANKS):
         run = transformers_runs[threads] = measure_transformers(model, prompts, threads, max_tokens)
         print(f"transformers, {threads} threads: {run}", file=sys.stderr)
     margin = partial(transformers_margin, model)
-    result = report(runs | with_drafts, transformers_runs, idle, prompts, margin)
+    result = report(runs | with_drafts, settings, transformers_runs, idle, prompts, margin)
     print(json.dumps({"max_tokens": max_tokens} | result))
 
 

@@ -19,20 +19,22 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import typer
 
 from outrider.actors.cluster.reader import load_spec, parse_set
+from outrider.actors.cluster.spec import Spec
 from outrider.actors.engine import Engine
 from outrider.actors.options import USER_ERROR, Config, Sets
 from outrider.benchmarks import host, planted, report
-from outrider.benchmarks.differences import find_differences, margin_of
-from outrider.model.config import ConfigError, load_config
+from outrider.benchmarks.oracle import Answer, Oracle, counters, differences, repeats
+from outrider.benchmarks.traffic import Protocol, Request, sampling_settings
+from outrider.model.config import ConfigError
 from outrider.model.step import MAX_DRAFT_TOKENS, Sampling
 from outrider.parallel.device import DeviceError
 from outrider.parallel.devices import claim_device
@@ -57,47 +59,11 @@ OLD_COLLECTIVE = {"cuda": "nccl", "cpu": "gloo"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """The requests that every engine answers."""
-
-    prompt: int
-    """Tokens of a prompt, which are random ids."""
-    new: int
-    """Tokens of an answer; no end of sequence stops it."""
-    requests: int
-    """Requests of a round, rounded up to a multiple of the batch size."""
-    rounds: int
-    warmup: int
-    """Requests before the rounds, which are not counted."""
-    seed: int
-    """Of the random ids."""
-
-    def prompts(self, vocab: int, count: int, *, warm: bool = False) -> list[list[int]]:
-        """The first `count` prompts of the timed set, or with `warm` of the set that warms up."""
-        random = np.random.default_rng([self.seed, warm])
-        return [random.integers(0, vocab, self.prompt).tolist() for _ in range(count)]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Configuration:
     """One engine to measure: its name in the report, its keys of cluster.yaml by dotted name."""
 
     name: str
     keys: dict[str, object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answer to one request. Times are in seconds since the request was submitted."""
-
-    prompt: list[int]
-    tokens: list[int]
-    started_s: float
-    """Time of the submission on this process's clock."""
-    pieces: list[tuple[float, float, int]]
-    """For each streamed piece: client's time, driver's time, number of tokens."""
-    server: dict[str, Any]
-    """The driver's RequestStats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,51 +133,33 @@ def decode_rate(answers: Sequence[Answer], batch: int) -> float | None:
     return round(tokens / seconds, 2) if seconds else None
 
 
-def wave_rate(engine: Engine, prompts: list[list[int]], new: int) -> float | None:
+def wave_rate(engine: Engine, requests: Sequence[Request]) -> tuple[float | None, list[list[int]]]:
     """Tokens a second of a batch given at once, without its first tokens: B (N - 1) / (T_N - T_1).
 
     T_n is the wall time of Engine.generate with n tokens for each prompt. Offline benchmarks of
-    other engines report this rate. None where it cannot be told.
+    other engines report this rate. None where it cannot be told. -> the rate, and the tokens of
+    each request in the first wave, which is not timed.
     """
+    prompts, samplings = [prompt for prompt, _ in requests], [sampling for _, sampling in requests]
+    new = samplings[0].max_tokens
+    short = [msgspec.structs.replace(sampling, max_tokens=1) for sampling in samplings]
 
-    def timed(tokens: int) -> float:
+    def timed(samplings: list[Sampling]) -> float:
         started = time.perf_counter()
-        engine.generate(prompts, Sampling(max_tokens=tokens, ignore_eos=True))
+        engine.generate(prompts, samplings)
         return time.perf_counter() - started
 
-    timed(new)
-    seconds = float(np.median([timed(new) - timed(1) for _ in range(3)]))
-    return round(len(prompts) * (new - 1) / seconds, 2) if new > 1 and seconds > 0 else None
+    answers = [list(one.token_ids) for one in engine.generate(prompts, samplings)]
+    seconds = float(np.median([timed(samplings) - timed(short) for _ in range(3)]))
+    rate = round(len(prompts) * (new - 1) / seconds, 2) if new > 1 and seconds > 0 else None
+    return rate, answers
 
 
-class Oracle:
-    """The tokens and counters that a checkpoint must give, where they are known.
-
-    `arguments` are those that a planted checkpoint was made with; None for any other checkpoint.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.vocab = load_config(folder).vocab_size
-        file = folder / "planted.json"
-        self.arguments = json.loads(file.read_text()) if file.is_file() else None
-        if self.arguments:
-            accept, seed = self.arguments["accept"], self.arguments["seed"]
-            self.chain = planted.chain(self.vocab, accept, seed)
-
-    @cache  # noqa: B019 -- a process has one oracle
-    def expected(
-        self, last: int, new: int, draft_tokens: int, run_ahead: int
-    ) -> planted.Expected | None:
-        """What a request must give whose prompt ends in `last`; None where it is not known."""
-        if not self.arguments:
-            return None
-        return planted.expected_counts(self.chain, last, new, draft_tokens, run_ahead)
-
-
-def stream_request(engine: Engine, prompt: list[int], new: int) -> Answer:
-    """Stream one greedy request to its end."""
+def stream_request(engine: Engine, prompt: list[int], sampling: Sampling) -> Answer:
+    """Stream one request to its end; its sampling has a seed."""
+    assert sampling.seed is not None
     started, tokens, pieces, stats = time.perf_counter(), [], [], None
-    for chunk in engine.stream(prompt, Sampling(max_tokens=new, ignore_eos=True)):
+    for chunk in engine.stream(prompt, sampling):
         at_s = time.perf_counter() - started
         if chunk.token_ids:
             pieces.append((at_s, chunk.at_s, len(chunk.token_ids)))
@@ -219,7 +167,12 @@ def stream_request(engine: Engine, prompt: list[int], new: int) -> Answer:
         stats = chunk.stats or stats
     assert stats is not None
     return Answer(
-        prompt=prompt, tokens=tokens, started_s=started, pieces=pieces, server=asdict(stats)
+        prompt=prompt,
+        seed=sampling.seed,
+        tokens=tokens,
+        started_s=started,
+        pieces=pieces,
+        server=asdict(stats),
     )
 
 
@@ -231,78 +184,35 @@ def measure_batch(
     run_ahead: the capability of the engine's devices, on which the expected counters depend.
     """
     num_requests = math.ceil(protocol.requests / batch) * batch
-    prompts = protocol.prompts(oracle.vocab, num_requests)
-    warmup_prompts = protocol.prompts(oracle.vocab, max(protocol.warmup, batch), warm=True)
+    requests = protocol.traffic(oracle.vocab, num_requests)
+    warmup_requests = protocol.traffic(oracle.vocab, max(protocol.warmup, batch), warm=True)
     answers: list[Answer] = []
     seconds, rates = 0.0, []
     with ThreadPoolExecutor(batch) as threads:
 
-        def answer_all(prompts: list[list[int]]) -> list[Answer]:
-            return list(threads.map(lambda ids: stream_request(engine, ids, protocol.new), prompts))
+        def answer_all(requests: Sequence[Request]) -> list[Answer]:
+            return list(threads.map(lambda request: stream_request(engine, *request), requests))
 
-        answer_all(warmup_prompts)
+        answer_all(warmup_requests)
         for _ in range(protocol.rounds):
             started = time.perf_counter()
-            round_answers = answer_all(prompts)
+            round_answers = answer_all(requests)
             seconds += time.perf_counter() - started
             rates.append(decode_rate(round_answers, batch))
             answers += round_answers
     known = [rate for rate in rates if rate is not None]
+    wave_tok_s, wave = wave_rate(engine, requests[:batch])
+    waves = [(sampling.seed, tokens) for (_, sampling), tokens in zip(requests, wave)]
     return {
         "batch": batch,
         "requests": len(answers),
         **both_ends(answers),
         "tok_s": round(sum(len(a.tokens) for a in answers) / seconds, 2),
         "decode_tok_s": round(float(np.median(known)), 2) if known else None,
-        "wave_tok_s": wave_rate(engine, prompts[:batch], protocol.new),
+        "wave_tok_s": wave_tok_s,
         **counters(answers, engine.run.draft_tokens, oracle, protocol.new, run_ahead),
         "differences": differences(engine, answers, oracle, protocol.new),
-    }
-
-
-def differences(
-    engine: Engine, answers: Sequence[Answer], oracle: Oracle, new: int
-) -> list[dict[str, Any]]:
-    """Where answers are not what the oracle expects, with the engine's own top-2 margins there."""
-    asked = Sampling(max_tokens=1, logprobs=2, draft_tokens=0, ignore_eos=True)
-
-    def top2_margin(tokens: list[int]) -> float:
-        (answer,) = engine.generate([tokens], asked)
-        return margin_of(answer.logprobs[0])
-
-    expected = [oracle.expected(a.prompt[-1], new, 0, 0) for a in answers]
-    compared = [(a.prompt, a.tokens, e.tokens) for a, e in zip(answers, expected) if e is not None]
-    return [asdict(difference) for difference in find_differences(compared, top2_margin)]
-
-
-def counters(
-    answers: Sequence[Answer], draft_tokens: int, oracle: Oracle, new: int, run_ahead: int
-) -> dict[str, Any]:
-    """Sums of the answers' counters, beside what the oracle expects where it knows."""
-    total = {
-        name: sum(a.server[name] for a in answers) for name in ("iterations", "drafted", "accepted")
-    }
-    iterations = max(1, total["iterations"])
-    by_position = [
-        sum(a.server["accepted_per_position"][position] for a in answers) / iterations
-        for position in range(draft_tokens)
-    ]
-    tokens_after_first = sum(len(a.tokens) - 1 for a in answers)
-    known: dict[str, Any] = {"exact": None, "expected_accepted": None, "expected_drafted": None}
-    if oracle.arguments:
-        expected = [oracle.expected(a.prompt[-1], new, draft_tokens, run_ahead) for a in answers]
-        right = [one for one in expected if one is not None]
-        known = {
-            "exact": sum(a.tokens == one.tokens for a, one in zip(answers, right, strict=True)),
-            "expected_accepted": sum(one.accepted for one in right),
-            "expected_drafted": sum(one.drafted for one in right),
-        }
-    return {
-        **total,
-        "accepted_share": round(total["accepted"] / max(1, total["drafted"]), 4),
-        "accepted_by_position": [round(share, 4) for share in by_position],
-        "tokens_per_iteration": round(tokens_after_first / iterations, 3),
-        **known,
+        **repeats([*((a.seed, a.tokens) for a in answers), *waves]),
     }
 
 
@@ -321,8 +231,8 @@ def measure_engine(
     rows = []
     with Engine.from_config(file, configuration.keys) as engine:
         start_s = time.perf_counter() - started
-        (prompt,) = protocol.prompts(oracle.vocab, 1, warm=True)
-        first_token_s = start_s + stream_request(engine, prompt, 1).pieces[0][0]
+        (first,) = replace(protocol, new=1).traffic(oracle.vocab, 1, warm=True)
+        first_token_s = start_s + stream_request(engine, *first).pieces[0][0]
         stats, spec = engine.stats(), engine.spec
         run_ahead = stats["ranks"][0].get("run_ahead", 0)
         columns = {
@@ -334,6 +244,7 @@ def measure_engine(
             "device": spec.device,
             "dtype": engine.run.dtype,
             "tensor_parallel": engine.run.tensor_parallel,
+            "sampling": protocol.sampling,
             "rank_cpus": [rank["cpus"] for rank in stats["ranks"]],
             "driver_cpus": stats["driver"]["cpus"],
             "start_s": round(start_s, 2),
@@ -344,6 +255,24 @@ def measure_engine(
             rows.append(row)
             print_progress(report.one_line(row))
     return rows
+
+
+def depths_of(k: str | None, spec: Spec, ablate: bool) -> list[int | str]:
+    """Each K of the option --k, or else the one of the settings."""
+    if k is None:
+        return [spec.speculation.draft_tokens]
+    depths: list[int | str] = [*parse_numbers(k, "--k", 0, MAX_DRAFT_TOKENS)]
+    if ablate and len(depths) > 1:
+        raise ValueError(f'--k "{k}": an ablation takes one K')
+    return depths
+
+
+def sweep(base: Mapping[str, object], depths: Sequence[int | str]) -> list[Configuration]:
+    """An engine for each K."""
+    return [
+        Configuration(name=f"K = {depth}", keys={**base, "speculation.draft_tokens": depth})
+        for depth in depths
+    ]
 
 
 def ablation(base: Mapping[str, object], device: str) -> tuple[list[Configuration], list[str]]:
@@ -393,9 +322,11 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:
 def planted_model(size: str, device: str, accept: float, seed: int) -> Path:
     """The folder of a planted checkpoint in the user's cache; it is written on first use.
 
-    Another process writes it, since a process that draws weights on a device keeps memory there.
-    Raises ConfigError for an unknown size and for a device that cannot be used.
+    An empty size is "tiny" on the CPU and "2b" elsewhere. Another process writes it, since a
+    process that draws weights on a device keeps memory there. Raises ConfigError for an unknown
+    size and for a device that cannot be used.
     """
+    size = size or ("tiny" if device == "cpu" else "2b")
     if size not in planted.SIZES:
         raise ConfigError(f"--size {size}: must be one of {', '.join(planted.SIZES)}")
     folder = CACHE / f"planted-{size}-{accept:g}-{seed}"
@@ -457,7 +388,10 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="Requests of a round.")] = 20,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the same requests.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before the rounds.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' random ids.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and draws; one more a request.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest up to this sum.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw among so many of the likeliest; 0: all.")] = 0,
     sets: Sets = None,
     out: Annotated[
         Path | None, typer.Option("--report", help="Folder for tables and plots.")
@@ -471,27 +405,24 @@ def main(
         report.need_plots()
     batches = parse_numbers(batch, "--batch", 1, MAX_BATCH)
     protocol = Protocol(
-        prompt=prompt, new=new, requests=requests, rounds=rounds, warmup=warmup, seed=seed
+        prompt=prompt,
+        new=new,
+        requests=requests,
+        rounds=rounds,
+        warmup=warmup,
+        seed=seed,
+        sampling=sampling_settings(temperature=temperature, top_p=top_p, top_k=top_k),
     )
     base = _common_keys(sets, batches, protocol, device, draft_body, draft_head)
     spec = load_spec(config, {**base, "model": str(model or "planted")})
-    depths = parse_numbers(k, "--k", 0, MAX_DRAFT_TOKENS) if k else [spec.speculation.draft_tokens]
-    if ablate and len(depths) > 1:
-        raise ValueError(f'--k "{k}": an ablation takes one K')
-    folder = model or planted_model(
-        size or ("tiny" if spec.device == "cpu" else "2b"), spec.device, accept, 0
-    )
-    base["model"] = str(folder)
-    engines = [
-        Configuration(name=f"K = {depth}", keys={**base, "speculation.draft_tokens": depth})
-        for depth in depths
-    ]
-    skipped: list[str] = []
+    depths = depths_of(k, spec, ablate)
+    folder = model or planted_model(size, spec.device, accept, 0)
+    engines, skipped = sweep({**base, "model": str(folder)}, depths), list[str]()
     if ablate:
         engines, skipped = ablation(engines[0].keys, spec.device)
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        result = measure_all(config, engines, batches, protocol, Oracle(folder))
+        result = measure_all(config, engines, batches, protocol, Oracle(folder, protocol.sampling))
     result["not_applicable"] = skipped
     if out is not None:
         report.write(out, result)

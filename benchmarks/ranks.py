@@ -3,9 +3,11 @@
     planted checkpoint -> a Runner in each process -> every batch size: exactness, counters, times
 
     python -m outrider.benchmarks.ranks CKPT --device cuda --size 2 --k 5 --batch 1,8,32
+    ... --temperature 0.8 --top-p 0.95 --top-k 50, or --penalty 0.5 --logprobs 5
 
-Requests are greedy, and the checkpoint is one of benchmarks/planted.py. The last line of stdout is
-one JSON object.
+The checkpoint is one of benchmarks/planted.py: greedy requests, penalised ones, and sampled ones up
+to planted.MAX_TEMPERATURE must answer with its chain. Above that, the same prompts and seeds twice
+must give the same tokens. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import typer
 
 from outrider.benchmarks import planted
 from outrider.benchmarks.differences import find_differences, margin_of
+from outrider.benchmarks.traffic import GREEDY, Settings, sampling_settings
 from outrider.model.config import RunConfig, load_config
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.runner import Runner
@@ -38,8 +41,10 @@ DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 """Categories of those events of a trace during which the device works."""
 
 
-def generate(runner: Runner, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-    """Run prompts of one length together to their end.
+def generate(
+    runner: Runner, prompts: list[list[int]], num_tokens: int, settings: Settings = GREEDY
+) -> dict[str, Any]:
+    """Run prompts of one length together to their end; the i-th request has seed i.
 
     Returns this rank's tokens and counters, and the times of the whole and of the part in which
     all requests decode.
@@ -54,7 +59,7 @@ def generate(runner: Runner, prompts: list[list[int]], num_tokens: int) -> dict[
             request=i,
             tokens=prompt,
             pages=list(range(1 + i * pages, 1 + (i + 1) * pages)),
-            sampling=Sampling(max_tokens=num_tokens, ignore_eos=True),
+            sampling=Sampling(max_tokens=num_tokens, ignore_eos=True, seed=i, **settings),
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -103,31 +108,44 @@ def top2_margin(runner: Runner, tokens: list[int]) -> float:
 
 
 def measure(
-    runner: Runner, chain: planted.Chain, batch: int, prompt: int, new: int, repeats: int
+    runner: Runner,
+    chain: planted.Chain,
+    batch: int,
+    prompt: int,
+    new: int,
+    repeats: int,
+    settings: Settings = GREEDY,
 ) -> dict[str, Any]:
     """One batch size: were all tokens of all repeats right, and the medians of the times.
 
     prompt, new: tokens of each prompt and of each answer. The first of the repeats + 1 runs warms
-    up and is not timed.
+    up and is not timed. "exact" is None where the chain does not tell the tokens; "repeated" says
+    whether the prompts of the first run, asked again, got the same ones.
     """
-    vocab, runs, compared = len(chain.next), [], []
+    vocab, runs, compared, repeated = len(chain.next), [], [], True
+    known = settings.get("temperature", 0.0) <= planted.MAX_TEMPERATURE
     for repeat in range(repeats + 1):
         generator = torch.Generator().manual_seed(100 * batch + repeat)
         prompts = torch.randint(0, vocab, (batch, prompt), generator=generator).tolist()
-        first_token_s = generate(runner, prompts, 1)["e2e_s"]
-        result = generate(runner, prompts, new)
+        first_token_s = generate(runner, prompts, 1, settings)["e2e_s"]
+        result = generate(runner, prompts, new, settings)
         result["after_first_s"] = result["e2e_s"] - first_token_s
+        if repeat == 0:
+            again = generate(runner, prompts, new, settings)
+            repeated = again["outputs"] == result["outputs"]
         for ids, output in zip(prompts, result["outputs"], strict=True):
             expected = planted.expected_counts(chain, ids[-1], new, runner.run.draft_tokens)
             compared.append((ids, output, expected.tokens))
         if repeat > 0:
             runs.append(result)
     rate = statistics.median(r["decode_tokens"] / r["decode_s"] for r in runs)
-    differences = find_differences(compared, partial(top2_margin, runner))
+    differences = find_differences(compared if known else (), partial(top2_margin, runner))
     after_first_s = statistics.median(r["after_first_s"] for r in runs)
     return {
         "batch": batch,
-        "exact": not differences,
+        "sampling": settings,
+        "exact": not differences if known else None,
+        "repeated": repeated,
         "differences": [asdict(difference) for difference in differences],
         "tpot_ms": 1e3 * batch / rate,
         "tok_s": rate,
@@ -157,7 +175,7 @@ def run_rank(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
     load_s = time.perf_counter() - started
     vocab = load_config(folder).vocab_size
     chain = planted.chain(vocab, options["accept"], options["seed"])
-    shape = (options["prompt"], options["new"], options["repeats"])
+    shape = (options["prompt"], options["new"], options["repeats"], options["sampling"])
     rows = [measure(runner, chain, batch, *shape) for batch in options["batches"]]
     if rank == 0:
         for row in rows:
@@ -166,9 +184,10 @@ def run_rank(rank: int, port: int, options: dict[str, Any], queue: Any) -> None:
         prompts = [[1] * options["prompt"]] * batch
         if rank == 0:
             file = Path(options["profile"])
-            profile(runner, prompts, file.with_name(f"{file.stem}-{batch}{file.suffix}"))
+            file = file.with_name(f"{file.stem}-{batch}{file.suffix}")
+            profile(runner, prompts, file, options["sampling"])
         else:
-            generate(runner, prompts, PROFILED_TOKENS)
+            generate(runner, prompts, PROFILED_TOKENS, options["sampling"])
     queue.put((rank, {"load_s": load_s, "rows": rows}))
     store.add("done", 1)
     while store.add("done", 0) < size:
@@ -194,7 +213,7 @@ def run_config(folder: Path, options: dict[str, Any]) -> RunConfig:
     )
 
 
-def profile(runner: Runner, prompts: list[list[int]], file: Path) -> None:
+def profile(runner: Runner, prompts: list[list[int]], file: Path, settings: Settings) -> None:
     """Write a table of what each kernel adds to an iteration and to the prompts into `file`.
 
     The trace of the profiler is written beside it.
@@ -202,7 +221,7 @@ def profile(runner: Runner, prompts: list[list[int]], file: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        generate(runner, prompts, PROFILED_TOKENS)
+        generate(runner, prompts, PROFILED_TOKENS, settings)
     trace.export_chrome_trace(str(file.with_suffix(".trace.json")))
     events = json.loads(file.with_suffix(".trace.json").read_text())["traceEvents"]
     file.write_text(tables([e for e in events if e.get("cat") in DEVICE_WORK]))
@@ -261,10 +280,18 @@ def main(
     page_tokens: int = 64,
     accept: float = 0.8425,
     seed: int = 0,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    penalty: Annotated[float, typer.Option(help="Presence and frequency penalty.")] = 0.0,
+    logprobs: Annotated[int | None, typer.Option(help="So many log probabilities.")] = None,
     collective: Annotated[str, typer.Option(help="Empty: the device's own.")] = "",
     profile: Annotated[str, typer.Option(help="Files for kernel tables, one a batch size.")] = "",
 ) -> None:
     """Time the ranks; JSON on the last line of stdout."""
+    settings = sampling_settings(
+        temperature=temperature, top_p=top_p, top_k=top_k, penalty=penalty, logprobs=logprobs
+    )
     options = {
         "checkpoint": str(checkpoint),
         "device": device,
@@ -281,10 +308,16 @@ def main(
         "page_tokens": page_tokens,
         "accept": accept,
         "seed": seed,
+        "sampling": settings,
         "collective": collective,
         "profile": profile,
     }
-    context = multiprocessing.get_context("spawn")
+    print(json.dumps({**options, **run_ranks(options)}))
+
+
+def run_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    """Run the ranks, each in a process of its own; -> what the first one measured."""
+    context, size = multiprocessing.get_context("spawn"), options["size"]
     store, queue = group.host_store("127.0.0.1"), context.Queue()
     ranks = [
         context.Process(target=run_rank, args=(rank, store.port, options, queue))
@@ -301,7 +334,7 @@ def main(
     results = dict(queue.get() for _ in ranks)
     for process in ranks:
         process.join(60)
-    print(json.dumps({**options, **results[0]}))
+    return results[0]
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from outrider.benchmarks.traffic import label
 from outrider.model.config import ConfigError
 
 Row = dict[str, Any]
 """What an engine did at one batch size, by the keys of the JSON line."""
 COLUMNS = (
     "srv E2E | srv TTFT | srv TPOT | cli E2E | cli TTFT | cli TPOT | ITL p50 / p90 / p99 | "
-    "tok/s | decode tok/s | wave tok/s | accepted | tok/iteration | exact | as computed"
+    "tok/s | decode tok/s | wave tok/s | accepted | tok/iteration | exact | as computed | repeated"
 )
 
 
@@ -34,7 +35,7 @@ def one_line(row: Row) -> str:
     """The line of a row that is printed as soon as it is measured."""
     server = row["server"]
     parts = [
-        f"{row['configuration']}, batch {row['batch']}",
+        f"{row['configuration']}, batch {row['batch']}, {label(row['sampling'])}",
         f"TPOT {_mean(row, 'server', 'tpot_ms')} ms",
         f"TTFT {_mean(row, 'server', 'ttft_ms')} ms",
         f"E2E {_number(server['e2e_ms']['mean'])} ms",
@@ -43,6 +44,7 @@ def one_line(row: Row) -> str:
         f"{_number(row['wave_tok_s'])} at once",
         f"accepted {_share(row)}",
         f"exact {_exact(row)}",
+        f"repeated {_repeated(row)}",
         f"start {row['start_to_first_token_s']:g} s",
     ]
     return " | ".join(parts)
@@ -82,14 +84,30 @@ def markdown(result: dict[str, Any]) -> str:
         f"Host: {host['cpu']}, {host['cpus']} CPUs; {devices}; {versions}; "
         f"commit {host['commit']}; {host['date']}.",
         "",
-        f"{first['device']}, TP{first['tensor_parallel']}, {first['dtype']}, greedy, prompt "
+        f"{first['device']}, TP{first['tensor_parallel']}, {first['dtype']}, "
+        f"{label(first['sampling'])}, prompt "
         f"{protocol['prompt']}, {protocol['new']} new, {protocol['requests']} requests x "
         f"{protocol['rounds']} rounds after {protocol['warmup']}. Times are means in ms.",
         "",
     ]
+    if first["sampling"].get("temperature"):
+        lines += [_what_is_checked(known=first["exact"] is not None), ""]
     lines += _ablation_tables(result) if _is_ablation(rows) else _sweep_table(rows)
     lines += ["", "p50 / p90 / p99, ms:", "", *_percentile_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _what_is_checked(*, known: bool) -> str:
+    """What the columns "exact" and "repeated" say of sampled answers."""
+    if known:
+        return (
+            "Sampled: at this temperature a draw takes the planted chain's token. `exact` checks "
+            "how the engine runs sampled requests, and not how tokens are drawn."
+        )
+    return (
+        "Sampled: no text is known for these answers. `repeated` tells how many of those whose "
+        "prompt and seed were answered before got the same text."
+    )
 
 
 def _sweep_table(rows: Sequence[Row]) -> list[str]:
@@ -154,7 +172,7 @@ def _cells(row: Row) -> str:
     latencies = _percentiles(row["client"]["itl_ms"])
     rates = [_number(row[name]) for name in ("tok_s", "decode_tok_s", "wave_tok_s")]
     counts = [_share(row), f"{row['tokens_per_iteration']:g}", _exact(row), _as_computed(row)]
-    return " | ".join([*times, latencies, *rates, *counts])
+    return " | ".join([*times, latencies, *rates, *counts, _repeated(row)])
 
 
 def _mean(row: Row, end: str, name: str) -> str:
@@ -184,6 +202,11 @@ def _exact(row: Row) -> str:
     margins = ", ".join(f"{one['margin']:g}" for one in row["differences"])
     share = f"{row['exact']}/{row['requests']}"
     return f"{share} (top-2 margins {margins})" if margins else share
+
+
+def _repeated(row: Row) -> str:
+    """Answers that equal the first one to the same request, of those that have one before."""
+    return f"{row['repeated_same']}/{row['repeated']}"
 
 
 def _as_computed(row: Row) -> str:

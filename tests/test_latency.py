@@ -12,17 +12,19 @@ import torch
 
 from outrider.actors import cli
 from outrider.actors.options import USER_ERROR
-from outrider.benchmarks import host, latency, planted, report
+from outrider.benchmarks import host, latency, oracle, planted, report, traffic
 from outrider.model.config import ConfigError
 from outrider.model.step import Sampling
 from tests.conftest import RunningCluster
 from tests.ranks import Team
 
 
-def answer(started_s: float, stamps: list[tuple[float, int]]) -> latency.Answer:
+def answer(started_s: float, stamps: list[tuple[float, int]]) -> oracle.Answer:
     pieces = [(at, at / 2, count) for at, count in stamps]
     tokens = [0] * sum(count for _, count in stamps)
-    return latency.Answer(prompt=[0], tokens=tokens, started_s=started_s, pieces=pieces, server={})
+    return oracle.Answer(
+        prompt=[0], seed=0, tokens=tokens, started_s=started_s, pieces=pieces, server={}
+    )
 
 
 def test_a_piece_of_n_tokens_counts_as_n_latencies() -> None:
@@ -101,7 +103,61 @@ def test_counts_are_computed_for_devices_that_run_ahead(
         assert bool(out.drafted) == (draft_tokens > 0 and n > 2)
 
 
-def result(*names: str, batches: tuple[int, ...] = (1,)) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": planted.MAX_TEMPERATURE},
+        {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logprobs": 5},
+    ],
+)
+def test_a_planted_chain_is_known_for_sampled_and_penalised_requests(
+    planted_tiny: Path, settings: dict[str, Any]
+) -> None:
+    known = oracle.Oracle(planted_tiny, settings)
+    team, new = Team(planted_tiny, draft_tokens=4), 200
+    requests = [([5 + i], Sampling(max_tokens=new, seed=i, **settings)) for i in range(3)]
+    for i, out in enumerate(team.generate(requests)):
+        want = known.expected(5 + i, new, 4, 0)
+        assert want is not None
+        assert out.tokens == want.tokens
+        assert (out.drafted, out.accepted) == (want.drafted, want.accepted)
+
+
+def test_above_that_temperature_draws_leave_the_chain_and_nothing_is_known(
+    planted_tiny: Path,
+) -> None:
+    settings = {"temperature": 20.0}
+    known = oracle.Oracle(planted_tiny, settings)
+    assert (known.knows, known.expected(5, 50, 4, 0)) == (False, None)
+    (out,) = Team(planted_tiny).generate([([5], Sampling(max_tokens=50, seed=1, **settings))])
+    want = oracle.Oracle(planted_tiny).expected(5, 50, 4, 0)
+    assert want is not None
+    assert out.tokens != want.tokens
+
+
+def test_a_request_asked_again_must_get_the_text_of_its_first_answer() -> None:
+    texts = [(7, [1, 2]), (8, [3]), (7, [1, 2]), (8, [4]), (7, [2, 1]), (9, [1, 2])]
+    assert oracle.repeats(texts) == {"repeated": 3, "repeated_same": 1}
+    assert oracle.repeats([]) == {"repeated": 0, "repeated_same": 0}
+
+
+def test_the_requests_of_a_protocol_have_fixed_prompts_seeds_and_settings() -> None:
+    settings = traffic.sampling_settings(temperature=0.7, top_p=0.9)
+    asked = traffic.Protocol(
+        prompt=6, new=4, requests=3, rounds=1, warmup=1, seed=40, sampling=settings
+    )
+    requests = asked.traffic(100, 3)
+    assert requests == asked.traffic(100, 5)[:3]
+    assert [sampling.seed for _, sampling in requests] == [40, 41, 42]
+    assert {len(prompt) for prompt, _ in requests} == {6}
+    assert requests[0][1] == Sampling(
+        max_tokens=4, ignore_eos=True, seed=40, temperature=0.7, top_p=0.9
+    )
+    assert [prompt for prompt, _ in asked.traffic(100, 3, warm=True)] != [p for p, _ in requests]
+
+
+def result(*names: str, batches: tuple[int, ...] = (1,), **sampling: Any) -> dict[str, Any]:
     marks = {"mean": 2.0, "p50": 2.0, "p90": 3.0, "p99": 1234.5}
     times = dict.fromkeys(("e2e_ms", "ttft_ms", "tpot_ms", "itl_ms"), marks)
     rows = [
@@ -112,7 +168,10 @@ def result(*names: str, batches: tuple[int, ...] = (1,)) -> dict[str, Any]:
             "device": "cpu",
             "tensor_parallel": 2,
             "dtype": "float32",
+            "sampling": sampling,
             "requests": 2,
+            "repeated": 4,
+            "repeated_same": 3,
             "server": times,
             "client": times,
             "tok_s": 10.0,
@@ -132,7 +191,9 @@ def result(*names: str, batches: tuple[int, ...] = (1,)) -> dict[str, Any]:
         for k, name in enumerate(names)
         for batch in batches
     ]
-    asked = latency.Protocol(prompt=8, new=4, requests=2, rounds=1, warmup=1, seed=0)
+    asked = traffic.Protocol(
+        prompt=8, new=4, requests=2, rounds=1, warmup=1, seed=0, sampling=sampling
+    )
     about = {"command": host.command(), "host": host.describe(), "protocol": vars(asked)}
     return about | {"rows": rows}
 
@@ -140,7 +201,9 @@ def result(*names: str, batches: tuple[int, ...] = (1,)) -> dict[str, Any]:
 def test_report_of_a_sweep_has_a_row_and_plots_for_each_engine(tmp_path: Path) -> None:
     report.write(tmp_path, result("K = 0", "K = 1", batches=(1, 2)))
     text = (tmp_path / "report.md").read_text()
-    assert text.count("| unknown | 3 of 4, computed 2 of 4 |") == 4
+    assert text.count("| unknown | 3 of 4, computed 2 of 4 | 3/4 |") == 4
+    assert "float32, greedy, prompt 8" in text
+    assert "Sampled" not in text
     assert "| K = 1 | 2 | client | 2 / 3 / 1,234 |" in text
     assert {path.name for path in tmp_path.iterdir()} == {
         "report.md", "result.json", "acceptance.png", "drafts.png", "batch.png",
@@ -153,6 +216,19 @@ def test_report_tells_how_close_inexact_answers_were() -> None:
     found["rows"][0] |= {"exact": 1, "differences": differences}
     assert "| 1/2 (top-2 margins 0.0625) |" in report.markdown(found)
     assert "exact 1/2 (top-2 margins 0.0625) |" in report.one_line(found["rows"][0])
+
+
+@pytest.mark.parametrize(("exact", "says"), [(2, "not how tokens are drawn"), (None, "no text")])
+def test_report_of_sampled_requests_says_what_its_columns_check(
+    exact: int | None, says: str
+) -> None:
+    found = result("K = 1", temperature=0.8, top_k=50)
+    found["rows"][0]["exact"] = exact
+    text = report.markdown(found)
+    assert "float32, temperature 0.8, top_k 50, prompt 8" in text
+    assert [line for line in text.splitlines() if line.startswith("Sampled:") and says in line]
+    assert ", temperature 0.8, top_k 50 |" in report.one_line(found["rows"][0])
+    assert "| repeated 3/4 |" in report.one_line(found["rows"][0])
 
 
 def test_report_of_an_ablation_has_both_tables(tmp_path: Path) -> None:
@@ -181,6 +257,9 @@ def test_report_without_matplotlib_is_refused_before_anything_runs(
         (["--k", "1,2", "--ablation"], "an ablation takes one K"),
         (["--set", "limits.slots=3"], "limits.slots"),
         (["--nonsense"], "No such option"),
+        (["--top-k", "5"], "need a --temperature above 0"),
+        (["--temperature", "1", "--top-p", "2"], "top_p = 2.0: must lie in (0, 1]"),
+        (["--temperature", "-1"], "temperature = -1.0: must lie in [0, 100]"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(
@@ -195,9 +274,9 @@ def test_a_missing_planted_checkpoint_is_written_once(
 ) -> None:
     monkeypatch.setattr(latency, "CACHE", tmp_path)
     folder = latency.planted_model("tiny", "cpu", 0.5, 3)
-    oracle = latency.Oracle(folder)
-    assert oracle.arguments == {"size": "tiny", "accept": 0.5, "seed": 3}
-    assert torch.equal(oracle.chain.next, planted.chain(1024, 0.5, 3).next)
+    known = oracle.Oracle(folder)
+    assert known.arguments == {"size": "tiny", "accept": 0.5, "seed": 3}
+    assert torch.equal(known.chain.next, planted.chain(1024, 0.5, 3).next)
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert latency.planted_model("tiny", "cpu", 0.5, 3) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
@@ -229,10 +308,12 @@ def test_bench_runs_from_end_to_end(
     captured = capsys.readouterr()
     found = json.loads(captured.out.splitlines()[-1])
     assert len(captured.out.splitlines()) == 1
+    assert found["protocol"]["sampling"] == {}
     assert [row["batch"] for row in found["rows"]] == [1, 2]
     for row in found["rows"]:
         assert row["exact"] == row["requests"] == 2
         assert row["differences"] == []
+        assert row["repeated_same"] == row["repeated"] == row["batch"]  # in the wave
         assert row["accepted"] == row["expected_accepted"] > 0
         assert row["drafted"] == row["expected_drafted"]
         assert row["server"]["e2e_ms"]["p50"] <= row["client"]["e2e_ms"]["p50"]
@@ -243,3 +324,21 @@ def test_bench_runs_from_end_to_end(
     assert found["host"]["torch"] == torch.__version__
     assert found["host"]["python"] in sys.version
     assert (tmp_path / "out" / "batch.png").is_file()
+
+
+@pytest.mark.ray
+def test_bench_of_sampled_requests_repeats_their_texts(
+    cluster: RunningCluster, repo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bundled checkpoint, whose sampled texts are not known: each request is asked again."""
+    words = ["--model", str(repo / "examples" / "tiny"), "--prompt", "9", "--new", "12", "--k", "2"]
+    few = ["--requests", "2", "--rounds", "2", "--warmup", "1", "--batch", "2"]
+    how = ["--temperature", "0.9", "--top-p", "0.95", "--top-k", "40"]
+    assert cli.main(["bench", *words, *few, *how]) == 0
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out.splitlines()[-1])["rows"]
+    assert row["sampling"] == {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
+    assert (row["repeated"], row["repeated_same"]) == (4, 4)  # the second round, and the wave
+    assert (row["exact"], row["expected_accepted"], row["differences"]) == (None, None, [])
+    assert row["accepted"] > 0
+    assert "temperature 0.9, top_p 0.95, top_k 40" in captured.err
