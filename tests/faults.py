@@ -26,6 +26,7 @@ FOLLOW = drafts("drafts_follow_from_the_text_alone[1-local]")
 USED_SLOT = speculation("a_used_slot_forgets_its_last_tenant")
 KEPT_IN_PART = speculation("forced_drafts_are_counted_as_predicted[3-uneven]")
 RAGGED = speculation("ranks_and_draft_homes_agree_in_ragged_batches[2-3-local]")
+DEPTH = "tests/model/test_own_depth.py::test_"
 OWN_TABLES = "tests/model/test_mtp.py::test_a_draft_with_tables_of_its_own_uses_them[True-2]"
 PARAMETERS = (
     "tests/actors/http/test_parameters.py::"
@@ -312,6 +313,36 @@ FAULTS = (
         "logits.flatten(0, 1), tokens, features.logprobs",
         "edited.flatten(0, 1), tokens, features.logprobs",
         EDITS + "log_probabilities_are_the_models_own_with_and_without_drafts[0.0]",
+    ),
+    # Depth
+    Fault(
+        "a batch whose requests all want fewer drafts runs the engine's K",
+        RUNNER,
+        "depth = min(self.depth, max(r.draft_tokens for r in requests))",
+        "depth = self.depth",
+        DEPTH + "a_batch_runs_as_deep_as_its_deepest_request_to_the_end[1]",
+    ),
+    Fault(
+        "captured iterations get shallower near the ends of answers",
+        "model/batch.py",
+        "wanted = depth if can.graphs else max(limits)",
+        "wanted = max(limits)",
+        DEPTH + "a_batch_runs_as_deep_as_its_deepest_request_to_the_end[2]",
+    ),
+    Fault(
+        "rows of requests without drafts wait for the draft",
+        RUNNER,
+        "[r for r in requests if r.draft_tokens]",
+        "requests",
+        DEPTH + "nobody_waits_for_drafts_that_a_request_never_takes",
+    ),
+    Fault(
+        "auto tries a depth that never runs for ever",
+        "actors/ranks/depth.py",
+        "if (size, k) not in self._tried_at]",
+        "if (size, k) not in self._seconds]",
+        "tests/actors/ranks/test_depth.py::"
+        "test_a_depth_that_never_runs_is_no_reason_to_choose_it_for_ever[0.0-0]",
     ),
     # Pinned rows
     Fault(
