@@ -62,14 +62,14 @@ class SamplingMemory:
         self.first_id = device.tp.rank * self.width
         self.integers = torch.zeros(3, num_slots, dtype=torch.int64, device=where)
         self.numbers = torch.zeros(6, num_slots, device=where)
-        self.flags = torch.zeros(2, num_slots, dtype=torch.bool, device=where)
+        self.flags = torch.zeros(3, num_slots, dtype=torch.bool, device=where)
         self.history = torch.zeros(num_slots, self.width, dtype=torch.int32, device=where)
         self.bias = torch.zeros(num_slots, self.width, device=where)
         self._neutral = set(range(num_slots))
-        """Slots whose tensors are those of a greedy request without edits."""
+        """Slots whose tensors are those of a request that only wants its likeliest tokens."""
         seed, top_k, banned_until = self.integers
         scale, top_p, log_min_p, repetition, frequency, presence = self.numbers
-        drawn, edited = self.flags
+        drawn, edited, reported = self.flags
         self.by_slot = SlotSampling(
             seed=seed,
             drawn=drawn,
@@ -77,6 +77,7 @@ class SamplingMemory:
             top_k=top_k,
             top_p=top_p,
             log_min_p=log_min_p,
+            reported=reported,
             edited=edited,
             repetition=repetition,
             frequency=frequency,
@@ -92,11 +93,12 @@ class SamplingMemory:
         return width * (torch.int32.itemsize + torch.float32.itemsize)
 
     def reset(self, join: Join) -> None:
-        """Take over a request's settings; does nothing where a greedy one without edits follows
-        another."""
+        """Take over a request's settings; does nothing where one that only wants its likeliest
+        tokens follows another."""
         slot, sampling = join.slot, join.sampling
         drawn = sampling.temperature > 0
-        if drawn or sampling.edits:
+        reported = sampling.logprobs is not None
+        if drawn or sampling.edits or reported:
             self._neutral.discard(slot)
         elif slot in self._neutral:
             return
@@ -115,7 +117,7 @@ class SamplingMemory:
         )
         self.integers[:, slot] = self._send(torch.tensor(integers, dtype=torch.int64))
         self.numbers[:, slot] = self._send(torch.tensor(numbers))
-        self.flags[:, slot] = self._send(torch.tensor((drawn, sampling.edits)))
+        self.flags[:, slot] = self._send(torch.tensor((drawn, sampling.edits, reported)))
         if sampling.edits:
             self._reset_tables(join)
 

@@ -161,6 +161,8 @@ class SlotSampling:
     """[S] float32; 1 for all."""
     log_min_p: Tensor
     """[S] float32: ln(min_p); -inf for all."""
+    reported: Tensor
+    """[S] bool: whether log probabilities are reported."""
     edited: Tensor
     """[S] bool: whether the slot has any edits. Where it has none, the values below are stale."""
     repetition: Tensor

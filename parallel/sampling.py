@@ -154,7 +154,7 @@ def kept_from(
     limit = torch.where(top_k > 0, top_k, ALL).clamp(max=merged.shape[1] + 1)
     in_limit = reached.gather(1, limit.clamp(max=merged.shape[1]).unsqueeze(1) - 1).squeeze(1)
     whole = torch.where(top_k > 0, in_limit, total)
-    by_share = (reached < _share(top_p, whole).unsqueeze(1)).sum(1) + 1
+    by_share = (reached < share_of(top_p, whole).unsqueeze(1)).sum(1) + 1
     by_share = by_share.masked_fill(top_p >= 1.0, ALL)
     by_floor = (values >= top + min_p.unsqueeze(1)).sum(1)
     count = torch.minimum(torch.minimum(limit, by_share), by_floor)
@@ -172,9 +172,9 @@ def kept_from(
     return first.masked_fill(~filtered, LOWEST)
 
 
-def _share(top_p: Tensor, whole: Tensor) -> Tensor:
+def share_of(top_p: Tensor, whole: Tensor) -> Tensor:
     """The mass, int64, that the kept ids must reach."""
-    return (top_p.double() * whole.double()).ceil().to(torch.int64)
+    return (top_p.double() * whole.double()).ceil().to(torch.int64).clamp(min=1)
 
 
 def _search_kept(
@@ -185,7 +185,7 @@ def _search_kept(
     ones, weights = torch.ones_like(keys), mass(below)
     by_limit = _search(keys, ones, top_k, group).masked_fill(top_k == 0, LOWEST)
     inside = (weights * (keys >= by_limit.unsqueeze(1))).sum(1)
-    share = _share(top_p, group.all_reduce(inside))
+    share = share_of(top_p, group.all_reduce(inside))
     by_share = _search(keys, weights, share, group).masked_fill(top_p >= 1.0, LOWEST)
     by_floor = order_keys(top.squeeze(1) + min_p, torch.full_like(slots, _LAST_INDEX))
     return torch.maximum(torch.maximum(by_limit, by_share), by_floor)

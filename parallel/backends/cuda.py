@@ -29,10 +29,17 @@ from outrider.parallel.kernels import (
     norms,
     one_shot,
     pages,
+    sampling,
     slots,
     two_shot,
 )
-from outrider.parallel.operands import GdnLayer, PartialSum
+from outrider.parallel.operands import (
+    GdnLayer,
+    PartialSum,
+    PickRows,
+    SamplingFeatures,
+    SlotSampling,
+)
 from outrider.parallel.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -57,6 +64,7 @@ class CudaOps(Ops):
         self.gdn_verify = partial(gdn_verify.gdn_verify, arrivals=self._arrivals)
         self.gather_slots = slots.gather_slots
         self.accept_commit = slots.accept_commit
+        self.count_tokens = slots.count_tokens
         self.top_pair = argmax.top_pair
         self.choose_pair = argmax.choose_pair
 
@@ -113,6 +121,50 @@ class CudaOps(Ops):
         else:
             keys = argmax.top_keys(F.linear(hidden, head))
         return one_shot.choose_over_ranks(keys, first_id, buffers)
+
+    def pick_ids(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        scales: Tensor | None,
+        first_id: int,
+        group: Group,
+        rows: PickRows,
+        by_slot: SlotSampling,
+        features: SamplingFeatures,
+        *,
+        exact: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Groups without peer memory sample as defined, which waits for the device."""
+        buffers = group.one_shot
+        if group.size > 1 and buffers is None:
+            how = (rows, by_slot, features)
+            return super().pick_ids(hidden, head, scales, first_id, group, *how, exact=exact)
+        if features.filtered or features.edited or features.logprobs is not None:
+            logits = self.head_logits(hidden, head, scales)
+            return sampling.pick_ids(
+                logits, first_id, buffers, rows, by_slot, features.logprobs, exact=exact
+            )
+        flat = hidden.flatten(0, 1)
+        if _few_bf16(flat):
+            drawn = matmul.Sampled(first_id, hidden.shape[1], rows, by_slot)
+            keys = matmul.head_keys(flat, head, scales, drawn)
+        else:
+            logits = self.head_logits(flat, head, scales)
+            keys = sampling.noised_keys(logits, first_id, rows, by_slot)
+        if buffers is None:
+            ids = self.choose_pair(argmax.pair_of(keys, first_id).unsqueeze(0))
+        else:
+            parts = keys.split(buffers.rows)
+            ids = [one_shot.choose_over_ranks(part, first_id, buffers) for part in parts]
+            ids = ids[0] if len(ids) == 1 else torch.cat(ids)
+        return (ids.view(hidden.shape[:2]),)
+
+    def head_logits(self, hidden: Tensor, head: Tensor, scales: Tensor | None) -> Tensor:
+        if not _few_bf16(hidden):
+            return super().head_logits(hidden, head, scales)
+        logits = matmul.head_logits(hidden.flatten(0, -2), head, scales)
+        return logits.unflatten(0, hidden.shape[:-1])
 
     def head_pair(self, hidden: Tensor, head: Tensor, first_id: int) -> Tensor:
         if _few_bf16(hidden):

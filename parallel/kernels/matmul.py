@@ -2,6 +2,7 @@
 
     x [.., K] -> few_rows -> [.., O]             x, [gate; up] -> few_rows_swiglu -> [.., i]
     hidden [N, K] -> head_top_pair, head_top_pair_fp8 -> the best logit's pair, storing no logit
+    hidden [N, K] -> head_keys of sampled rows, or head_logits -> kernels/sampling.py
 
 Products of up to 8 rows are in kernels/gemv.py. For more rows K is split over programs. Those of up
 to 32 rows load their piece of the weight before the rows are there, the others are enough programs
@@ -32,7 +33,9 @@ from outrider.parallel.kernels.launch import (
     prefetch,
     wait_for_previous,
 )
+from outrider.parallel.kernels.noise import EXACT_SUMS, noise, position_of, row_keys, slot_of
 from outrider.parallel.kernels.one_shot import has_place
+from outrider.parallel.operands import PickRows, SlotSampling
 
 MAX_ROWS = 64
 PROGRAMS = 160
@@ -137,9 +140,28 @@ def head_top_pair(x: Tensor, w: Tensor, first_id: int) -> Tensor:
     return pair_of(head_keys(x, w), first_id)
 
 
-def head_keys(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
-    """As argmax.top_keys of the logits of head_top_pair or, with scales, of head_top_pair_fp8."""
-    return _launch_head(x, w, scales)
+class Sampled(NamedTuple):
+    """How rows are drawn from all ids: `per_slot` rows of each slot of `rows`."""
+
+    first_id: int
+    per_slot: int
+    rows: PickRows
+    by_slot: SlotSampling
+
+
+def head_keys(
+    x: Tensor, w: Tensor, scales: Tensor | None = None, sampled: Sampled | None = None
+) -> Tensor:
+    """As argmax.top_keys of the logits of head_top_pair or, with scales, of head_top_pair_fp8;
+    sampled: as sampling.noised_keys of them."""
+    return _launch_head(x, w, scales, None, sampled)
+
+
+def head_logits(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The logits [N, v] that head_keys compares, in x's dtype."""
+    logits = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
+    _launch_head(x, w, scales, logits, None)
+    return logits
 
 
 def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> Tensor:
@@ -189,19 +211,30 @@ def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
     return y
 
 
-def _launch_head(x: Tensor, w: Tensor, scales: Tensor | None) -> Tensor:
+def _launch_head(
+    x: Tensor, w: Tensor, scales: Tensor | None, logits: Tensor | None, sampled: Sampled | None
+) -> Tensor:
     flat = _flat(x, w)
     num_rows, inner = flat.shape
     tiling = head_tiling(num_rows, w.element_size())
     tiles = triton.cdiv(w.shape[0], tiling.columns)
     best = torch.empty(num_rows, tiles, dtype=torch.int64, device=x.device)
+    if sampled is None:
+        draws, per_slot, shift, first_id = (best,) * 5, 1, 0, 0
+    else:
+        first_id, per_slot, rows, by_slot = sampled
+        draws = (rows.slots, rows.last, by_slot.seed, by_slot.drawn, by_slot.scale)
+        shift = rows.shift
     if num_rows:
         _head_kernel[(tiles,)](
-            flat, w, w if scales is None else scales, best, num_rows, flat.stride(0), w.shape[0],
+            flat, w, w if scales is None else scales, best, best if logits is None else logits,
+            *draws, num_rows, flat.stride(0), w.shape[0], first_id, shift,
             K=inner, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
             DEPTH=tiling.depth // x.element_size(), FP8=scales is not None,
+            STORE=logits is not None, DRAWN=sampled is not None, R=per_slot,
             SWAP=tiling.weight_first, FACTOR=_factor(x, w), AHEAD=HEAD_AHEAD // w.element_size(),
-            num_warps=tiling.warps, num_stages=tiling.stages, **overlapped(x),
+            num_warps=tiling.warps, num_stages=tiling.stages,
+            **(EXACT_SUMS if sampled else {}), **overlapped(x),
         )  # fmt: skip
     return best
 
@@ -356,14 +389,16 @@ def _swiglu_kernel(
     tl.store(y_ptr + row * D + at, y.to(dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_id", "shift"])
 def _head_kernel(
-    x, w, scales, best, num_rows, x_row, width,
+    x, w, scales, best, stored, slots, last, seed, drawn, scale,
+    num_rows, x_row, width, first_id, shift,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    FP8: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    FP8: tl.constexpr, STORE: tl.constexpr, DRAWN: tl.constexpr, R: tl.constexpr,
+    SWAP: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the key of each row's best logit in one tile of the vocabulary."""
+    """One program: the key of each row's best logit in one tile of the vocabulary; with STORE the
+    logits instead; with DRAWN the logits are scaled and have their row's noise."""
     tile = tl.program_id(0)
     n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     o = tile * COLUMNS + c
@@ -379,6 +414,18 @@ def _head_kernel(
     if FP8:
         total *= tl.load(scales + o, mask=o < width, other=0.0)[None, :]
     logits = total.to(x.dtype.element_ty).to(tl.float32)
+    if STORE:
+        to = stored + n.to(tl.int64)[:, None] * width + o[None, :]
+        inside = (n < num_rows)[:, None] & (o < width)[None, :]
+        tl.store(to, logits.to(x.dtype.element_ty), mask=inside)
+        return
+    if DRAWN:
+        slot = slot_of(slots, n, R, n < num_rows)
+        position = position_of(last, n, shift, R, n < num_rows)
+        first, second = row_keys(tl.load(seed + slot), position)
+        logits *= tl.load(scale + slot)[:, None]
+        noised = logits + noise(first[:, None], second[:, None], (o + first_id)[None, :])
+        logits = tl.where(tl.load(drawn + slot)[:, None], noised, logits)
     key = tl.where((o < width)[None, :], key_of(logits, o[None, :]), LOWEST)
     at = best + n * tl.num_programs(0) + tile
     tl.store(at, tl.max(key, 1), mask=n < num_rows)

@@ -105,7 +105,7 @@ def send_words(
 
 
 @triton.jit
-def _receive(
+def receive_words(
     received, at, inside, number, sender, row,
     ROWS: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def _sum_norm_kernel(
     for rank in tl.static_range(SIZE):
         word = mine
         if rank != RANK:
-            word = _receive(received, at, inside, number, rank, row, ROWS, WORDS, SIZE)
+            word = receive_words(received, at, inside, number, rank, row, ROWS, WORDS, SIZE)
         first, second = _halves(word)
         sum_1 += first
         sum_2 += second
@@ -197,7 +197,7 @@ def _choose_over_ranks_kernel(
     for rank in tl.static_range(SIZE):
         pair = mine
         if rank != RANK:
-            pair = _receive(received, two, two < 2, number, rank, row, ROWS, WORDS, SIZE)
+            pair = receive_words(received, two, two < 2, number, rank, row, ROWS, WORDS, SIZE)
         value = tl.sum(tl.where(two == 0, pair, 0), 0).to(tl.float32, bitcast=True)
         winner = tl.maximum(winner, key_of(value, tl.sum(tl.where(two == 1, pair, 0), 0)))
     tl.store(ids + row, bits_and_index(winner)[1].to(tl.int64))

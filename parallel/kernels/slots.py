@@ -2,6 +2,7 @@
 
     slots, memory -> gather_slots -> GatheredSlots, by index in the batch
     drafts, targets -> accept_commit -> kept, and the memory advanced by as many rows
+    targets, kept -> count_tokens -> how often the answers hold each id
 
 Each equals the operation of its name in parallel/ops.py, in one launch.
 Letters: B slots of a batch | K drafts | R = K+1 rows | H hidden
@@ -70,6 +71,18 @@ def accept_commit(
     return kept
 
 
+def count_tokens(
+    history: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor, first_id: int
+) -> None:
+    """As Ops.count_tokens."""
+    num_slots, num_rows = tokens.shape
+    if num_slots:
+        _count_kernel[(num_slots,)](
+            history, slots, tokens, counts, first_id, history.shape[1], tokens.stride(0), num_rows,
+            BLOCK=triton.next_power_of_2(num_rows), num_warps=1, **overlapped(history),
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["batch", "num_pages"])
 def _gather_kernel(
     slots, length, last, kept, fold, fresh, stored, table, numbers, fresh_out, hidden, table_out,
@@ -132,3 +145,17 @@ def _commit_kernel(
         tl.store(last + slot, tl.sum(tl.where(t == agreed, target, 0), 0))
         longer = tl.load(length + slot) + agreed + 1
         tl.store(length + slot, tl.where(slot == padding, 0, longer))
+
+
+@triton.jit(do_not_specialize=["first_id", "num_rows"])
+def _count_kernel(
+    history, slots, tokens, counts, first_id, width, stride, num_rows,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a slot."""
+    after_previous(PDL)
+    b, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    counted = at < tl.minimum(tl.load(counts + b), num_rows)
+    local = tl.load(tokens + b * stride + at, mask=counted, other=0) - first_id
+    counted = counted & (local >= 0) & (local < width)
+    tl.atomic_add(history + tl.load(slots + b) * width + local, 4, mask=counted)

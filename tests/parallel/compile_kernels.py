@@ -30,10 +30,11 @@ from outrider.parallel.kernels import (
     norms,
     one_shot,
     pages,
+    sampling,
     slots,
     two_shot,
 )
-from outrider.parallel.operands import GdnLayer, Rows, SlotMemory
+from outrider.parallel.operands import GdnLayer, PickRows, Rows, SlotMemory, SlotSampling
 
 H, D, PAGE, PAGES, X = 2048, 256, 64, 48, 6
 COMPILED: dict[str, object] = {}
@@ -45,6 +46,10 @@ def bf16(*shape: int) -> Tensor:
 
 def ints(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
+
+
+def flags(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bool)
 
 
 def gdn_layer() -> GdnLayer:
@@ -145,6 +150,32 @@ def ends(batch: int) -> None:
     )
 
 
+def sampled(batch: int, num_rows: int) -> None:
+    """Picking the tokens of sampled rows, drafts among them."""
+    width = 124160
+    by_slot = SlotSampling(
+        seed=ints(9), drawn=flags(9), scale=torch.zeros(9), top_k=ints(9), top_p=torch.zeros(9),
+        log_min_p=torch.zeros(9), reported=flags(9), edited=flags(9), repetition=torch.zeros(9),
+        frequency=torch.zeros(9), presence=torch.zeros(9), banned_until=ints(9),
+        history=torch.zeros(9, width, dtype=torch.int32), bias=torch.zeros(9, width),
+    )  # fmt: skip
+    sequence = torch.zeros(256, dtype=torch.int32)
+    buffers = OneShotBuffers(ints(2, 2, 256, 2560), ints(2), sequence, 0, 2)
+    logits = bf16(batch, num_rows, width)
+    rows = PickRows(slots=ints(batch), last=ints(batch), drafts=ints(batch, X - 1))
+    for group in (None, buffers):
+        sampling.pick_ids(logits, 0, group, rows, by_slot, 20, exact=True)
+        sampling.pick_ids(logits[:, :1], 0, group, rows, by_slot, None, exact=False)
+    flat, drawn = logits.flatten(0, 1), matmul.Sampled(0, num_rows, rows, by_slot)
+    sampling.noised_keys(flat, 0, rows, by_slot)
+    slots.count_tokens(by_slot.history, ints(batch), ints(batch, X), ints(batch), 0)
+    if len(flat) <= matmul.MAX_ROWS:
+        small, scales = bf16(4096, H).to(torch.float8_e4m3fn), torch.zeros(4096)
+        for w, scale in ((bf16(4096, H), None), (small, scales)):
+            matmul.head_keys(bf16(len(flat), H), w, scale, drawn)
+            matmul.head_logits(bf16(len(flat), H), w, scale)
+
+
 def everything() -> None:
     arrivals = torch.zeros(1 << 14, dtype=torch.int32)
     products(arrivals)
@@ -153,6 +184,7 @@ def everything() -> None:
         delta_net(batch, X, arrivals)
         exchange(batch * X)
         ends(batch)
+        sampled(batch, X)
     passes(1, 2048)
     delta_net(1, 2048, arrivals)
 
@@ -169,6 +201,7 @@ def kernels() -> Iterator[str]:
         norms,
         one_shot,
         pages,
+        sampling,
         slots,
         two_shot,
     ):

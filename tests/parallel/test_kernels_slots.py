@@ -40,3 +40,15 @@ def test_gather_slots(width, dtype) -> None:
     got = kernels.gather_slots(slots.to(DEVICE), there, tables.to(DEVICE)[:, :200], width)
     for name in want.__slots__:
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+
+
+def test_counted_tokens_are_those_kept() -> None:
+    history = torch.zeros(5, 70, dtype=torch.int32, device=DEVICE)
+    slots, counts = torch.tensor([3, 0, 4, 4]), torch.tensor([2, 0, 1, 3])
+    tokens = torch.tensor([[9, 9, 80], [1, 2, 3], [70, 70, 70], [10, 79, 9]])
+    want = torch.zeros(5, 70, dtype=torch.int32)
+    Ops().count_tokens(want, slots, tokens, counts, 10)
+    moved = [t.to(DEVICE) for t in (slots, tokens, counts)]
+    kernels.count_tokens(history, *moved, 10)
+    assert torch.equal(history.cpu(), want)
+    assert want.sum() > 0

@@ -1,0 +1,301 @@
+"""What one program does with its row: find the best values, merge those of all ranks, cut, draw.
+
+    best_of_row -> merge_over_ranks -> kept_from -> draw      draw_from_large: kept sets of any size
+
+Values travel as keys (kernels/argmax.py), which sort as values do and name their ids. Nothing is
+sorted: the ends of a kept set are found by bisection over keys, among candidates or over the row of
+every rank. Ranks exchange words as kernels/one_shot.py does; `number` is that of the last exchange
+of the row. parallel/sampling.py defines what is found.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportReturnType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.parallel.kernels.argmax import LOWEST, bits_and_index, key_of
+from outrider.parallel.kernels.noise import noise
+from outrider.parallel.kernels.one_shot import receive_words, send_words
+
+MASS_UNIT = tl.constexpr(1099511627776.0)
+ALL, HIGHEST = tl.constexpr(1 << 40), tl.constexpr((1 << 63) - 1)
+
+
+@triton.jit
+def value_of(key):
+    """The value float32 of keys; -inf for LOWEST."""
+    value = bits_and_index(key)[0].to(tl.float32, bitcast=True)
+    return tl.where(key > LOWEST, value, float("-inf"))
+
+
+@triton.jit
+def mass_of(x, top):
+    """As sampling.mass of x - top. NaN counts as nothing, and so does a row without any number."""
+    below = x - tl.where(top > float("-inf"), top, 0.0)
+    share = tl.where(below == below, tl.exp(below), 0.0)
+    return (share * MASS_UNIT).to(tl.int64)
+
+
+@triton.jit
+def element(values, index, i):
+    """values[i] of a vector, where `index` counts its elements; 0 outside."""
+    return tl.sum(tl.where(index == i, values, 0), 0)
+
+
+@triton.jit
+def _words_of(keys, COUNT: tl.constexpr):
+    """int64 [COUNT] -> their int32 words [2 * COUNT]."""
+    low, high = (keys & 0xFFFFFFFF).to(tl.int32), (keys >> 32).to(tl.int32)
+    return tl.reshape(tl.join(low, high), (2 * COUNT,))
+
+
+@triton.jit
+def _keys_of(words, COUNT: tl.constexpr):
+    """The inverse of _words_of."""
+    low, high = tl.split(tl.reshape(words, (COUNT, 2)))
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _least_kept(keys, weights, target):
+    """The largest of the keys such that it and all larger ones weigh at least `target` > 0; LOWEST
+    where all of them do not.
+
+    Bisection; both ends move to the next key that there is, so that few steps suffice.
+    """
+    low, high = tl.full((), LOWEST, tl.int64), tl.max(keys, 0) + 1
+    going = 1
+    while going > 0:
+        middle = (low & high) + ((low ^ high) >> 1)
+        chosen = keys >= middle
+        heavy = tl.sum(tl.where(chosen, weights, 0), 0) >= target
+        low = tl.where(heavy, tl.min(tl.where(chosen, keys, HIGHEST), 0), low)
+        high = tl.where(heavy, high, tl.max(tl.where(chosen, LOWEST, keys), 0) + 1)
+        going = (low + 1 < high).to(tl.int32)
+    return low
+
+
+@triton.jit
+def _target(share, whole):
+    """The mass that the kept ids must reach (sampling.share_of)."""
+    return tl.maximum(tl.ceil(share.to(tl.float64) * whole.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _compact(keys, memory, COUNT: tl.constexpr):
+    """The COUNT largest of the keys, in their own order [COUNT]; LOWEST fills up."""
+    real = keys > LOWEST
+    least = _least_kept(keys, real.to(tl.int64), COUNT)
+    chosen = real & (keys >= least)
+    tl.debug_barrier()
+    tl.store(memory + tl.arange(0, COUNT), tl.full((COUNT,), LOWEST, tl.int64))
+    tl.debug_barrier()
+    tl.store(memory + tl.cumsum(chosen.to(tl.int32), 0) - 1, keys, mask=chosen)
+    tl.debug_barrier()
+    return tl.load(memory + tl.arange(0, COUNT))
+
+
+@triton.jit
+def best_of_row(
+    values, keys, memory, width, num_tiles, first_id,
+    COUNT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The keys of the COUNT best of a row's values [COUNT], their ids counted over all ranks.
+
+    keys: that of the best value of each tile; the COUNT best values lie in the COUNT best tiles.
+    memory: for COUNT keys.
+    """
+    at = tl.arange(0, TILES)
+    best = _compact(tl.load(keys + at, mask=at < num_tiles, other=LOWEST), memory, COUNT)
+    first = bits_and_index(best)[1] // TILE * TILE
+    each = first[:, None] + tl.arange(0, TILE)[None, :]
+    inside = (best > LOWEST)[:, None] & (each < width)
+    value = tl.load(values + each, mask=inside, other=0.0).to(tl.float32)
+    key = tl.where(inside, key_of(value, each + first_id), LOWEST)
+    return _compact(tl.reshape(key, (COUNT * TILE,)), memory, COUNT)
+
+
+@triton.jit
+def merge_over_ranks(
+    mine, memory, row, number, addresses, received,
+    COUNT: tl.constexpr, MERGED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Exchange the keys of all ranks [COUNT] -> all of them [MERGED], filled up with LOWEST, and
+    the largest of the ranks' least ones. memory: for MERGED of them."""
+    each = tl.arange(0, COUNT)
+    least = tl.min(mine, 0)
+    if SIZE == 1:
+        return mine, least
+    at = tl.arange(0, 2 * COUNT)
+    words = _words_of(mine, COUNT)
+    send_words(words, at, at < 2 * COUNT, number, addresses, row, ROWS, WORDS, RANK, SIZE)
+    tl.debug_barrier()
+    tl.store(memory + RANK * COUNT + each, mine)
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            words = receive_words(
+                received, at, at < 2 * COUNT, number, rank, row, ROWS, WORDS, SIZE
+            )
+            keys = _keys_of(words, COUNT)
+            least = tl.maximum(least, tl.min(keys, 0))
+            tl.store(memory + rank * COUNT + each, keys)
+    tl.debug_barrier()
+    place = tl.arange(0, MERGED)
+    return tl.load(memory + place, mask=place < SIZE * COUNT, other=LOWEST), least
+
+
+@triton.jit
+def combine_over_ranks(
+    mine, row, number, addresses, received,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """int64 [4] of every rank -> the sums of the first two, the least third, the largest fourth."""
+    lane, at = tl.arange(0, 4), tl.arange(0, 8)
+    if SIZE > 1:
+        words = _words_of(mine, 4)
+        send_words(words, at, at < 8, number, addresses, row, ROWS, WORDS, RANK, SIZE)
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                words = receive_words(received, at, at < 8, number, rank, row, ROWS, WORDS, SIZE)
+                other = _keys_of(words, 4)
+                extreme = tl.where(lane == 2, tl.minimum(mine, other), tl.maximum(mine, other))
+                mine = tl.where(lane < 2, mine + other, extreme)
+    return mine
+
+
+@triton.jit
+def kept_from(keys, least, whole, limit, share, floor):
+    """The smallest key that the filters keep of a row, and whether the candidates tell it; where
+    they do not, the least of those that are surely the first of all ids (sampling.kept_from).
+
+    keys: the candidates; least: the smallest that is surely one of the first, LOWEST if all ids are
+    candidates. whole: the mass of all ids; where it is 0, that of the candidates stands for it.
+    """
+    sure = (keys >= least) & (keys > LOWEST)
+    keys = tl.where(sure, keys, LOWEST)
+    value = value_of(keys)
+    top = tl.max(value, 0)
+    mass, one = tl.where(sure, mass_of(value, top), 0), sure.to(tl.int64)
+    known, complete = tl.sum(one, 0), least == LOWEST
+    kept = tl.full((), LOWEST, tl.int64)
+    if limit < ALL:
+        kept = _least_kept(keys, one, limit)
+    limited = limit <= known
+    reached = tl.sum(tl.where(keys >= kept, mass, 0), 0)
+    whole = tl.where((limit < ALL) | (whole == 0), reached, whole)
+    shared = False
+    if share < 1.0:
+        target = _target(share, whole)
+        shared = reached >= target
+        kept = tl.maximum(kept, _least_kept(keys, mass, target))
+    last = key_of(top + floor, tl.full((), 0x7FFFFFFF, tl.int32))
+    kept = tl.maximum(kept, last)
+    found = limited | shared | (tl.sum((keys >= last).to(tl.int64), 0) < known)
+    found = found & (limited | (limit == ALL) | (share >= 1.0))
+    return tl.maximum(kept, least), found | complete
+
+
+@triton.jit
+def draw(keys, kept, first, second):
+    """The id of the best of the candidates from the key `kept` on, with noise."""
+    ids = bits_and_index(keys)[1]
+    key = key_of(value_of(keys) + noise(first, second, ids), ids)
+    chosen = (keys >= kept) & (keys > LOWEST)
+    return bits_and_index(tl.max(tl.where(chosen, key, LOWEST), 0))[1]
+
+
+@triton.jit
+def best_over_ranks(
+    key, row, number, addresses, received,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The id of the largest key of all ranks."""
+    lane = tl.arange(0, 4)
+    mine = tl.where(lane == 3, key, 0)
+    best = combine_over_ranks(mine, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
+    return bits_and_index(element(best, lane, 3))[1]
+
+
+@triton.jit
+def _search(
+    x, top, target, high, number, row, addresses, received, first_id, width,
+    WEIGHED: tl.constexpr, PIECE: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The largest key such that it and all larger ones of the row, on all ranks, weigh at least
+    `target` > 0: their masses, or one each. Those from `high` on do not. -> the key, the number of
+    the last exchange, and the mass of the found ones.
+
+    Bisection; both ends move to the next key that there is, so that few passes suffice.
+    """
+    lane = tl.arange(0, 4)
+    low, weight = tl.full((), LOWEST, tl.int64), tl.full((), 0, tl.int64)
+    going = 1
+    while going > 0:
+        middle = (low & high) + ((low ^ high) >> 1)
+        count, mass = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+        above, below = tl.full((), HIGHEST, tl.int64), tl.full((), LOWEST, tl.int64)
+        for start in range(0, width, PIECE):
+            at = start + tl.arange(0, PIECE)
+            inside = at < width
+            value = tl.load(x + at, mask=inside, other=float("-inf"))
+            key = tl.where(inside, key_of(value, at + first_id), LOWEST)
+            chosen = key >= middle
+            count += tl.sum((chosen & inside).to(tl.int64), 0)
+            mass += tl.sum(tl.where(chosen & inside, mass_of(value, top), 0), 0)
+            above = tl.minimum(above, tl.min(tl.where(chosen, key, HIGHEST), 0))
+            below = tl.maximum(below, tl.max(tl.where(chosen, LOWEST, key), 0))
+        number += 1
+        ends = tl.where(lane == 2, above, below)
+        mine = tl.where(lane == 0, count, tl.where(lane == 1, mass, ends))
+        mine = combine_over_ranks(mine, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
+        mass, below = element(mine, lane, 1), element(mine, lane, 3)
+        heavy = (mass if WEIGHED else element(mine, lane, 0)) >= target
+        weight = tl.where(heavy, mass, weight)
+        low = tl.where(heavy, element(mine, lane, 2), low)
+        high = tl.where(heavy, high, below + 1)
+        going = (low + 1 < high).to(tl.int32)
+    return low, number, weight
+
+
+@triton.jit
+def draw_from_large(
+    x, top, limit, share, floor, whole, least, above_all, first, second,
+    number, row, addresses, received, first_id, width,
+    PIECE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The id of a row that keeps more ids than the candidates, and the number of the last exchange.
+
+    whole: the mass of all ids, where limit is ALL. least, above_all: the keys from the known
+    candidates on are fewer than limit, and no key reaches above_all.
+    """
+    kept = tl.full((), LOWEST, tl.int64)
+    if limit < ALL:
+        kept, number, whole = _search(
+            x, top, limit, least, number, row, addresses, received, first_id, width,
+            False, PIECE, ROWS, WORDS, RANK, SIZE,
+        )  # fmt: skip
+    if share < 1.0:
+        target = _target(share, whole)
+        by_share, number, _ = _search(
+            x, top, target, above_all, number, row, addresses, received, first_id, width,
+            True, PIECE, ROWS, WORDS, RANK, SIZE,
+        )  # fmt: skip
+        kept = tl.maximum(kept, by_share)
+    kept = tl.maximum(kept, key_of(top + floor, tl.full((), 0x7FFFFFFF, tl.int32)))
+    best = tl.full((), LOWEST, tl.int64)
+    for start in range(0, width, PIECE):
+        at = start + tl.arange(0, PIECE)
+        value = tl.load(x + at, mask=at < width, other=float("-inf"))
+        chosen = (at < width) & (key_of(value, at + first_id) >= kept)
+        noised = key_of(value + noise(first, second, at + first_id), at + first_id)
+        best = tl.maximum(best, tl.max(tl.where(chosen, noised, LOWEST), 0))
+    number += 1
+    token = best_over_ranks(best, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
+    return token, number
