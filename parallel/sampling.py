@@ -157,7 +157,8 @@ def kept_from(
     by_share = (reached < share_of(top_p, whole).unsqueeze(1)).sum(1) + 1
     by_share = by_share.masked_fill(top_p >= 1.0, ALL)
     by_floor = (values >= top + min_p.unsqueeze(1)).sum(1)
-    count = torch.minimum(torch.minimum(limit, by_share), by_floor)
+    # A largest x of infinity has no floor below it.
+    count = torch.minimum(torch.minimum(limit, by_share), by_floor).clamp(min=1)
     # What ends later than the known candidates ends anywhere behind them.
     found = (limit <= known) | (by_share <= known) | (by_floor < known)
     found &= (limit <= known) | (top_k == 0) | (top_p >= 1.0)
@@ -173,7 +174,8 @@ def kept_from(
 
 
 def share_of(top_p: Tensor, whole: Tensor) -> Tensor:
-    """The mass, int64, that the kept ids must reach."""
+    """The mass, int64, that the kept ids must reach; more than there is where all masses are 0, as
+    beside a largest x of infinity."""
     return (top_p.double() * whole.double()).ceil().to(torch.int64).clamp(min=1)
 
 
