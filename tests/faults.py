@@ -18,6 +18,10 @@ def speculation(name: str) -> str:
     return f"tests/model/test_speculation.py::test_{name}"
 
 
+def sampled(name: str) -> str:
+    return f"tests/model/test_sampled.py::test_{name}"
+
+
 def drafts(name: str) -> str:
     return f"tests/model/test_drafts.py::test_{name}"
 
@@ -291,7 +295,7 @@ FAULTS = (
         "model/sampling.py",
         "(sampling.seed or 0, top_k,",
         "(0, top_k,",
-        speculation("sampled_text_depends_on_the_seed_alone[how0]"),
+        sampled("each_token_is_picked_by_hand_from_the_oracles_logits"),
     ),
     Fault(
         "random number of another position",

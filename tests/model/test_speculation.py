@@ -334,32 +334,6 @@ def test_ties_go_to_the_smallest_id_on_every_rank(tmp_path) -> None:
         assert out.drafted > 0
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 20},
-        {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 1.0, "min_p": 0.05, "top_k": 50, "top_p": 0.95},
-    ],
-)
-def test_sampled_text_depends_on_the_seed_alone(folder, off, how: dict) -> None:
-    prompts = [prompt_of(n, seed=5) for n in (9, 33, 2)]
-    requests = [
-        (p, Sampling(max_tokens=NUM_NEW, seed=40 + i, **how)) for i, p in enumerate(prompts)
-    ]
-    want = [off(p, s) for p, s in requests]
-    assert want != [off(p) for p in prompts]
-    mixed = [*requests, (prompts[0], Sampling(max_tokens=NUM_NEW))]
-    for draft_tokens, size in ((0, 1), (0, 2), (5, 1), (5, 2)):
-        engine = team(folder, draft_tokens, tensor_parallel=size)
-        outs = engine.generate(mixed)
-        assert [o.tokens for o in outs] == [*want, off(prompts[0])]
-        assert (sum(o.drafted for o in outs) > 0) == (draft_tokens > 0)
-    other = off(prompts[0], Sampling(max_tokens=NUM_NEW, seed=4000, **how))
-    assert other != want[0]
-
-
 def test_digests_follow_the_slot_table(folder) -> None:
     first, second = (team(folder, 3).runners[0] for _ in range(2))
     assert first.digest() == second.digest()
