@@ -310,7 +310,7 @@ class Ops:
         counted = (row < counts.unsqueeze(1)) & (local >= 0) & (local < history.shape[1])
         index = slots.unsqueeze(1) * history.shape[1] + local
         added = counted.to(history.dtype) << sampling.COUNT_SHIFT
-        history.view(-1).index_add_(0, index.masked_fill(~counted, 0).flatten(), added.flatten())
+        history.view(-1).scatter_add_(0, index.masked_fill(~counted, 0).flatten(), added.flatten())
 
     def gather_slots(
         self, slots: Tensor, memory: SlotMemory, table: Tensor, width: int

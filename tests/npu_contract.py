@@ -307,16 +307,25 @@ def check_torch_operations(folder: Path) -> None:
     cpu = torch.device("cpu")
     ops = backend.NpuOps(cpu, UnlistedOps(), FakeRuntime(), frozenset({torch.float32}))
     can = backend.CAPABILITIES.__class__(host_lengths=True)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 2.0, "top_k": 3000, "top_p": 0.95},  # searches for the end of its kept set
+        {
+            "temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logprobs": 2,
+            "logit_bias": ((7, 1.0),), "min_tokens": 4,
+        },
+    ]  # fmt: skip
     run = RunConfig(
-        model_dir=str(folder), draft_tokens=3, max_slots=2, max_model_len=192, page_tokens=128,
-        num_pages=9, prefill_chunk=32,
+        model_dir=str(folder), draft_tokens=3, max_slots=len(ways), max_model_len=192,
+        page_tokens=128, num_pages=1 + 2 * len(ways), prefill_chunk=32,
     )  # fmt: skip
     runner = Runner(run, Device(torch_device=cpu, ops=ops, tp=alone(), capabilities=can))
     listing = Listing()
     with listing:
-        for slot, heat in ((0, 0.0), (1, 0.8)):
-            how = Sampling(max_tokens=8, temperature=heat, seed=1)
-            pages = [1 + 2 * slot, 2 + 2 * slot]
+        for slot, way in enumerate(ways):
+            how, pages = Sampling(max_tokens=8, seed=1, **way), [1 + 2 * slot, 2 + 2 * slot]
             runner.apply(
                 [Join(slot=slot, request=slot, tokens=[5] * 40, pages=pages, sampling=how)]
             )

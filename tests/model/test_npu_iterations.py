@@ -112,13 +112,27 @@ def test_the_host_lists_follow_what_was_kept(folder, plain, monkeypatch) -> None
     assert len({kept for out in outputs for kept in out.kept}) > 2
 
 
-def test_sampled_requests_run_uncaptured_with_the_same_draws(folder, monkeypatch) -> None:
-    how = Sampling(max_tokens=NUM_NEW, temperature=0.9, seed=5)
-    requests = [(prompt_of(9), how), (prompt_of(30), Sampling(max_tokens=NUM_NEW))]
-    want = Team(folder, draft_tokens=3, page_tokens=PAGE, num_pages=16).generate(requests)
-    got = npu_team(folder, monkeypatch, draft_tokens=3).generate(requests)
+@pytest.mark.parametrize("size", [1, 2])
+def test_sampled_requests_run_uncaptured_with_the_same_draws(
+    folder, monkeypatch, size: int
+) -> None:
+    """Drawn, filtered, edited, reporting and greedy ones side by side."""
+    ways: list[dict] = [
+        {"temperature": 0.9, "seed": 5},
+        {},
+        {"temperature": 1.1, "seed": 6, "top_k": 100, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.7, "seed": 7, "frequency_penalty": 0.5, "logit_bias": ((9, 2.0),)},
+    ]
+    requests = [
+        (prompt_of(9 + 7 * index), Sampling(max_tokens=NUM_NEW, **way))
+        for index, way in enumerate(ways)
+    ]
+    keys = {"draft_tokens": 3, "tensor_parallel": size}
+    want = Team(folder, page_tokens=PAGE, num_pages=16, **keys).generate(requests)
+    got = npu_team(folder, monkeypatch, **keys).generate(requests)
     assert [out.tokens for out in got] == [out.tokens for out in want]
-    assert sum(out.drafted for out in got) > 0
+    assert [out.kept for out in got] == [out.kept for out in want]
+    assert all(out.drafted > 0 for out in got)
 
 
 def test_warm_up_captures_each_batch_size_and_depth_and_no_prompt(folder, monkeypatch) -> None:

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from outrider.model.step import Sampling
 from outrider.parallel.backends import npu
 from outrider.parallel.backends.npu import NpuOps
 from outrider.parallel.device import DeviceError
@@ -18,7 +19,9 @@ from outrider.parallel.devices import claim_device
 from outrider.parallel.operands import GdnLayer
 from outrider.parallel.ops import Ops
 from tests.npu import FakeOps, FakeRuntime, open_fake
+from tests.parallel import test_sampling
 from tests.parallel.cases import attending_rows, written_rows
+from tests.sampling import pick_by_hand
 
 CPU = Ops()
 BF16 = torch.bfloat16
@@ -196,6 +199,27 @@ def test_the_least_id_wins_among_equals_and_nan_rows_yield_a_real_id() -> None:
     assert 0 <= ops.choose_pair(pairs)[2] < 4
     many = drawn(5, 64).round()
     assert torch.equal(ops.top_pair(many, 7), CPU.top_pair(many, 7))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["flat", "ties", "equal", "ruled out"])
+def test_tokens_are_picked_as_by_hand(kind: str, ranks: int, monkeypatch) -> None:
+    """Greedy, drawn and filtered rows in one batch, by the arg max of this device."""
+    monkeypatch.setattr(test_sampling, "open_device", lambda *args: open_fake(args[-1]))
+    calls = []
+    for name in ("top_pair", "choose_pair"):
+        own = getattr(NpuOps, name)
+        monkeypatch.setattr(
+            NpuOps, name, lambda *args, name=name, own=own: calls.append(name) or own(*args)
+        )
+    filters = [{}, *test_sampling.FILTERS.values()]
+    logits = test_sampling.rows_of(kind, len(filters))
+    samplings = [Sampling(temperature=1.1, seed=s, **f) for s, f in enumerate(filters)]
+    samplings[0] = Sampling()
+    positions = list(range(len(filters)))
+    tokens = test_sampling.pick(logits, samplings, positions, ranks)
+    assert tokens == [pick_by_hand(*row) for row in zip(logits, samplings, positions)]
+    assert sorted(calls) == sorted(["top_pair", "choose_pair"] * ranks)
 
 
 def test_a_capture_leaves_no_trace_and_a_replay_reads_the_lists_as_they_are_now() -> None:
