@@ -17,6 +17,7 @@ import multiprocessing
 import statistics
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from msgspec.structs import replace
 
 from outrider.benchmarks import planted
 from outrider.benchmarks.differences import find_differences, margin_of
@@ -42,29 +44,33 @@ DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 def generate(
-    runner: Runner, prompts: list[list[int]], num_tokens: int, settings: Settings = GREEDY
+    runner: Runner,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    settings: Settings = GREEDY,
+    first_seed: int = 0,
 ) -> dict[str, Any]:
-    """Run prompts of one length together to their end; the i-th request has seed i.
+    """Run prompts together to their end; the i-th request has seed first_seed + i.
 
     Returns this rank's tokens and counters, and the times of the whole and of the part in which
-    all requests decode.
+    all requests decode. "passes" holds (drafts, accepted ones) of each verify pass of a request.
     """
     run = runner.run
-    pages = pages_for(
-        len(prompts[0]) + num_tokens + overshoot_rows(run.draft_tokens), run.page_tokens
-    )
+    most_rows = max(map(len, prompts)) + num_tokens + overshoot_rows(run.draft_tokens)
+    pages = pages_for(most_rows, run.page_tokens)
+    how = Sampling(max_tokens=num_tokens, ignore_eos=True, **settings)
     joins = [
         Join(
             slot=i,
             request=i,
             tokens=prompt,
             pages=list(range(1 + i * pages, 1 + (i + 1) * pages)),
-            sampling=Sampling(max_tokens=num_tokens, ignore_eos=True, seed=i, **settings),
+            sampling=replace(how, seed=first_seed + i),
         )
         for i, prompt in enumerate(prompts)
     ]
     outputs: list[list[int]] = [[] for _ in prompts]
-    drafted = accepted = iterations = 0
+    passes: list[tuple[int, int]] = []
     first_token_times: list[float] = []
     tokens_before_decode = num_steps = 0
     started = time.perf_counter()
@@ -75,16 +81,16 @@ def generate(
             if not outputs[progress.request]:
                 first_token_times.append(time.perf_counter())
             outputs[progress.request] += progress.tokens
-            drafted, accepted = drafted + progress.drafted, accepted + progress.accepted
-            iterations += progress.verified
+            if progress.verified:
+                passes.append((progress.drafted, progress.accepted))
         if len(first_token_times) == len(prompts) and not tokens_before_decode:
             tokens_before_decode, num_steps = sum(map(len, outputs)), 0
     ended = time.perf_counter()
     return {
         "outputs": outputs,
-        "drafted": drafted,
-        "accepted": accepted,
-        "iterations": iterations,
+        "passes": passes,
+        "drafted": sum(drafted for drafted, _ in passes),
+        "accepted": sum(accepted for _, accepted in passes),
         "ttft_s": first_token_times[0] - started,
         "e2e_s": ended - started,
         "decode_s": ended - max(first_token_times),
