@@ -1,14 +1,14 @@
 """The faults of tests/mutants.py: what each is, where it is planted, and the tests that find it.
 
 `text` must be in its file exactly once (tests/test_mutants.py), and is as short as that allows. A
-line that is to go away becomes one that does nothing.
+line that is to go away becomes one that does nothing. Those of how tokens are picked stand in
+tests/sampling_faults.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SAMPLING = "parallel/sampling.py"
 OPS, EXECUTOR, RUNNER = "parallel/ops.py", "model/executor.py", "model/runner.py"
 SLOTS, RUNNING, BODIES = "model/slots.py", "model/running.py", "actors/http/bodies.py"
 STOPS, REQUEST = "actors/driver/stop_strings.py", "actors/driver/request.py"
@@ -16,10 +16,6 @@ STOPS, REQUEST = "actors/driver/stop_strings.py", "actors/driver/request.py"
 
 def speculation(name: str) -> str:
     return f"tests/model/test_speculation.py::test_{name}"
-
-
-def sampled(name: str) -> str:
-    return f"tests/model/test_sampled.py::test_{name}"
 
 
 def drafts(name: str) -> str:
@@ -280,7 +276,7 @@ FAULTS = (
         "parallel/group.py",
         "[t for t in self._table if",
         "[t for t in self._table[::-1] if",
-        EDITS + "on_equals_off_alone_and_in_a_batch[presence-0.0]",
+        speculation("ties_go_to_the_smallest_id_on_every_rank"),
     ),
     Fault(
         "every rank scores the first rank's share of the vocabulary",
@@ -288,35 +284,6 @@ FAULTS = (
         "head_share(table, rank, size)",
         "head_share(table, 0, size)",
         "tests/model/test_oracle.py::test_prefill_equals_transformers[tied-2]",
-    ),
-    # Sampling
-    Fault(
-        "seed ignored",
-        "model/sampling.py",
-        "(sampling.seed or 0, top_k,",
-        "(0, top_k,",
-        sampled("each_token_is_picked_by_hand_from_the_oracles_logits"),
-    ),
-    Fault(
-        "random number of another position",
-        SAMPLING,
-        "(ahead + rows.shift + 1)",
-        "(ahead + rows.shift)",
-        EDITS + "the_oracle_draws_the_same",
-    ),
-    Fault(
-        "penalties do not see the drafts before a row",
-        SAMPLING,
-        "count = count + extra[..., :width]",
-        "count = count + 0 * extra[..., :width]",
-        EDITS + "on_equals_off_alone_and_in_a_batch[presence-0.0]",
-    ),
-    Fault(
-        "log probabilities of the edited distribution",
-        OPS,
-        "logits.flatten(0, 1), tokens, features.logprobs",
-        "edited.flatten(0, 1), tokens, features.logprobs",
-        EDITS + "log_probabilities_are_the_models_own_with_and_without_drafts[0.0]",
     ),
     # Depth
     Fault(

@@ -4,10 +4,10 @@
     python -m tests.mutants rotary stop     only those whose name holds one of the words
     python -m tests.mutants --table         write docs/mutants.md
 
-A fault is a piece of source text and what takes its place (tests/faults.py). It is planted in a
-temporary copy of the tree, never in the checkout, and only its own test runs. The exit status is 1
-when no assertion of that test fails, when the test is red without the fault, and when the text is
-not in its file exactly once.
+A fault is a piece of source text and what takes its place (tests/faults.py and sampling_faults.py).
+It is planted in a temporary copy of the tree, never in the checkout, and only its own test runs.
+The exit status is 1 when no assertion of that test fails, when the test is red without the fault,
+and when the text is not in its file exactly once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.faults import FAULTS, Fault
+from tests.sampling_faults import SAMPLING_FAULTS
 
+ALL_FAULTS = (*FAULTS, *SAMPLING_FAULTS)
 REPO = Path(__file__).parents[1]
 PAGE = "docs/mutants.md"
 JOBS = 2
@@ -95,14 +97,14 @@ def table() -> str:
         "",
         "`make mutants` plants each of these faults in a copy of the tree, one by one, and runs "
         "the test beside it, an assertion of which must fail. It is not part of `make test`, which "
-        "only checks that this table is that of tests/faults.py, that the places of the faults "
-        "still exist, and that the tests do. "
-        f"{len(FAULTS)} faults, two at a time: 5 minutes of CPU time.",
+        "only checks that this table is that of tests/faults.py and tests/sampling_faults.py, that "
+        "the places of the faults still exist, and that the tests do. "
+        f"{len(ALL_FAULTS)} faults, two at a time: 5 minutes of CPU time.",
         "",
         "| fault | file | test that turns red |",
         "|---|---|---|",
     ]
-    for fault in FAULTS:
+    for fault in ALL_FAULTS:
         lines.append(f"| {fault.name} | {fault.file} | `{fault.test.removeprefix('tests/')}` |")
     return "\n".join(lines) + "\n"
 
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table:
         (REPO / PAGE).write_text(table(), "utf-8")
         return 0
-    chosen = [f for f in FAULTS if not options.words or any(w in f.name for w in options.words)]
+    chosen = [f for f in ALL_FAULTS if not options.words or any(w in f.name for w in options.words)]
     with tempfile.TemporaryDirectory(prefix="outrider-mutants-") as folder:
         return plant_all(chosen, Path(folder))
 

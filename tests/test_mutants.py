@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests import mutants
-from tests.faults import FAULTS, Fault
+from tests.faults import Fault
+from tests.mutants import ALL_FAULTS
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_has_its_place_and_its_test(fault: Fault, repo: Path) -> None:
     source = (repo / fault.file).read_text("utf-8")
     assert mutants.complaint(fault, source) is None
@@ -22,12 +23,12 @@ def test_a_fault_has_its_place_and_its_test(fault: Fault, repo: Path) -> None:
 
 
 def test_the_page_is_the_table(repo: Path) -> None:
-    rule = f"{mutants.PAGE} is not that of tests/faults.py: python -m tests.mutants --table"
+    rule = f"{mutants.PAGE} is not that of the files of faults: python -m tests.mutants --table"
     assert (repo / mutants.PAGE).read_text("utf-8") == mutants.table(), rule
 
 
 def test_names_are_unique_and_a_text_that_moved_is_named() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+    assert len({fault.name for fault in ALL_FAULTS}) == len(ALL_FAULTS) >= 20
     moved = Fault("rotary", "model/blocks.py", "sin", "cos", "tests/test_mutants.py::test_x")
     says = r"rotary: model/blocks.py holds 'sin' 2 times instead of once"
     assert mutants.complaint(moved, "sin and sin") == says

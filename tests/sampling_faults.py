@@ -1,0 +1,136 @@
+"""The faults of tests/mutants.py in how tokens are picked: noise, kept sets, edits, drafts that are
+drawn. Those of everything else, and what a fault is, stand in tests/faults.py.
+"""
+
+from __future__ import annotations
+
+from tests.faults import EDITS, EXECUTOR, OPS, Fault
+
+SAMPLING = "parallel/sampling.py"
+NOISE = "tests/parallel/test_noise.py::test_"
+PICKS = "tests/parallel/test_sampling.py::test_"
+BY_HAND = PICKS + "tokens_are_those_picked_by_hand_on_any_number_of_ranks"
+CHI_SQUARE = PICKS + "draws_have_the_probabilities_of_the_renormalised_softmax"
+SAMPLED = "tests/model/test_sampled.py::test_"
+
+SAMPLING_FAULTS = (
+    Fault(
+        "seed ignored",
+        "model/sampling.py",
+        "(sampling.seed or 0, top_k,",
+        "(0, top_k,",
+        SAMPLED + "each_token_is_picked_by_hand_from_the_oracles_logits",
+    ),
+    Fault(
+        "random number of another position",
+        SAMPLING,
+        "(ahead + rows.shift + 1)",
+        "(ahead + rows.shift)",
+        EDITS + "the_oracle_draws_the_same",
+    ),
+    Fault(
+        "noise without the position",
+        SAMPLING,
+        "at = mix(positions + 0x7F4A7C15)",
+        "at = mix(positions * 0 + 0x7F4A7C15)",
+        NOISE + "noises_are_independent[neighbouring positions]",
+    ),
+    Fault(
+        "noise without the upper half of the seed",
+        SAMPLING,
+        "mix((seeds >> 32) + 0x9E3779B9)",
+        "mix((seeds >> 63) + 0x9E3779B9)",
+        NOISE + "noises_are_independent[seeds that differ above 32 bits]",
+    ),
+    Fault(
+        "noise of 24 bits",
+        SAMPLING,
+        "((bits.to(torch.float32) + 0.5) * 2.0**-32)",
+        "(((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24)",
+        NOISE + "a_row_of_equal_logits_draws_all_its_ids_alike",
+    ),
+    Fault(
+        "a greedy row is drawn where another row is",
+        OPS,
+        "torch.where(by_slot.drawn[slots].unsqueeze(1), x + noise, x)",
+        "x + noise",
+        SAMPLED + "the_number_of_drafts_changes_no_text[3]",
+    ),
+    Fault(
+        "drafts drawn with the noise of another position",
+        EXECUTOR,
+        "shift=len(drafts),",
+        "shift=len(drafts) + 1,",
+        "tests/test_acceptance.py::test_so_many_first_drafts_are_accepted[False-first0]",
+    ),
+    Fault(
+        "one id too many kept",
+        SAMPLING,
+        "torch.minimum(count, known)",
+        "torch.minimum(count + 1, known)",
+        PICKS + "of_equal_logits_the_smallest_ids_are_kept[filters0-3-1]",
+    ),
+    Fault(
+        "top_p counts what top_k cuts away",
+        SAMPLING,
+        "whole = torch.where(top_k > 0, in_limit, total)",
+        "whole = total",
+        CHI_SQUARE + "[{'top_k': 7, 'top_p': 0.85, 'min_p': 0.0}-64]",
+    ),
+    Fault(
+        "candidates of the first rank only",
+        SAMPLING,
+        "merged = group.all_gather(offered)",
+        "merged = group.all_gather(offered)[:1]",
+        BY_HAND + "[top_k-flat]",
+    ),
+    Fault(
+        "order of candidates trusted beyond what every rank offers",
+        SAMPLING,
+        "merged[..., -1].amax(0)",
+        "merged[..., -1].amin(0)",
+        PICKS + "any_row_is_picked_as_by_hand",
+    ),
+    Fault(
+        "search for the end of the kept set off by one",
+        SAMPLING,
+        ".sum(1)) >= target",
+        ".sum(1)) > target",
+        PICKS + "of_equal_logits_the_smallest_ids_are_kept[filters1-90-1]",
+    ),
+    Fault(
+        "search adds up this rank's mass alone",
+        SAMPLING,
+        "_share(top_p, group.all_reduce(inside))",
+        "_share(top_p, inside)",
+        BY_HAND + "[many and top_p-flat]",
+    ),
+    Fault(
+        "bias not reset when a slot is used again",
+        "model/sampling.py",
+        "table.zero_()",
+        "history.zero_()",
+        SAMPLED + "a_used_slot_forgets_how_its_last_tenant_picked[1]",
+    ),
+    Fault(
+        "rejected drafts counted as part of the answer",
+        EXECUTOR,
+        "self._count_tokens(batch.slots, targets, kept)",
+        "self._count_tokens(batch.slots, targets, torch.full_like(kept, targets.shape[1]))",
+        EDITS + "on_equals_off_alone_and_in_a_batch[frequency-0.9]",
+    ),
+    Fault(
+        "penalties do not see the drafts before a row",
+        SAMPLING,
+        "count = count + extra[..., :width]",
+        "count = count + 0 * extra[..., :width]",
+        SAMPLED + "forced_drafts_of_sampled_requests_are_counted_as_predicted[1-all]",
+    ),
+    Fault(
+        "log probabilities of the edited distribution",
+        OPS,
+        "logits.flatten(0, 1), tokens, features.logprobs",
+        "edited.flatten(0, 1), tokens, features.logprobs",
+        EDITS + "log_probabilities_are_the_models_own_with_and_without_drafts[0.0]",
+    ),
+)
