@@ -101,8 +101,8 @@ SAMPLING_FAULTS = (
     Fault(
         "search adds up this rank's mass alone",
         SAMPLING,
-        "_share(top_p, group.all_reduce(inside))",
-        "_share(top_p, inside)",
+        "share_of(top_p, group.all_reduce(inside))",
+        "share_of(top_p, inside)",
         BY_HAND + "[many and top_p-flat]",
     ),
     Fault(
