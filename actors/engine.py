@@ -101,11 +101,7 @@ class Engine:
         driver: Any = cast(Any, DriverActor).options(**options).remote()
         engine = cls(spec, run, cluster, placement, driver)
         setup = DriverSetup(
-            spec=spec,
-            run=run,
-            limits=limits_of(spec, model, run),
-            placement=placement,
-            name=name,
+            spec=spec, run=run, limits=limits_of(spec, model, run), placement=placement, name=name
         )
         try:
             with _progress(on_progress) as report:

@@ -15,10 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-ARCHITECTURES = {
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5ForCausalLM",
-}
+ARCHITECTURES = {"Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"}
 TEXT_TYPES = {"qwen3_5_text", "qwen3_5"}
 
 

@@ -24,12 +24,7 @@ class MtpDraft:
     """One rank's draft; `embedding` [V, H] is a table of its own or the target's."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        params: Params,
-        embedding: Tensor,
-        pages: KvPages,
-        device: Device,
+        self, config: ModelConfig, params: Params, embedding: Tensor, pages: KvPages, device: Device
     ) -> None:
         eps = config.rms_norm_eps
         self.embed_tokens, self.fc, self.ops = embedding, params["fc.weight"], device.ops

@@ -23,12 +23,7 @@ class Qwen35:
     """One rank's share of the target. `params` have the checkpoint's names, without its prefix."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        params: Params,
-        pages: KvPages,
-        states: GdnStates,
-        device: Device,
+        self, config: ModelConfig, params: Params, pages: KvPages, states: GdnStates, device: Device
     ) -> None:
         self.embed_tokens = params["embed_tokens.weight"]
         self.norm = RmsNorm(params["norm.weight"], config.rms_norm_eps, device)

@@ -41,11 +41,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        device: Device,
-        *,
-        on_load: Callable[[int, int], None] | None = None,
+        self, run: RunConfig, device: Device, *, on_load: Callable[[int, int], None] | None = None
     ) -> None:
         self.run = run
         device = ablation.old_device(device, run.ablation)

@@ -19,12 +19,7 @@ from outrider.actors.driver.handle import Handle
 from outrider.actors.driver.messages import Completion, GenerationRequest
 from outrider.actors.driver.request import Detokenizer, Request
 from outrider.actors.driver.scheduler import Limits, Scheduler
-from outrider.actors.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    QueueFullError,
-    RequestError,
-)
+from outrider.actors.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError
 from outrider.actors.ranks.group import Ranks
 from outrider.actors.ranks.messages import Commands
 from outrider.model.step import Join, Leave, Sampling, StepEvent
