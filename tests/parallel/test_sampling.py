@@ -301,3 +301,12 @@ def test_drafts_are_cut_where_the_offers_end_and_ranks_agree() -> None:
     assert cut == set(by_value[: len(cut)])
     assert len(exact) > 2 * CANDIDATES
     assert exact <= set(by_value[:300])
+
+
+def test_noise_is_finite_where_its_random_number_is_extreme() -> None:
+    """The 32 bits of the first are 6 below the largest, which float32 rounds to 1; then 8."""
+    extremes = (11, 588_230, 1922, -2.811541), (53, 1_893_303, 2068, 20.040644)
+    for seed, position, token, right in extremes:
+        seeds, positions = torch.tensor([seed]), torch.tensor([position])
+        (noise,) = definition.gumbel(seeds, positions, torch.tensor([token])).flatten().tolist()
+        assert noise == pytest.approx(right, rel=1e-6)
