@@ -63,8 +63,6 @@ class Driver:
         self._dead: EngineDeadError | None = None
         self._commands_due = asyncio.Event()
         self._working = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._num_steps = 0
         self._depth = limits.draft_tokens
         self._step_s = self._busy_s = 0.0
@@ -198,10 +196,6 @@ class Driver:
             "tokens_per_s": counters.tokens / busy_s if busy_s else 0.0,
         }
 
-    async def drain(self) -> None:
-        """Returns when no request is left."""
-        await self._idle.wait()
-
     async def close(self) -> None:
         """Unfinished requests end with EngineClosedError; returns when the ranks are gone."""
         if self._ending is not None:
@@ -259,11 +253,9 @@ class Driver:
         if working and not self._working.is_set():
             self._last_step_s = self._busy_since_s = now
             self._working.set()
-            self._idle.clear()
         elif not working and self._working.is_set():
             self._busy_s += now - self._busy_since_s
             self._working.clear()
-            self._idle.set()
 
     async def _watch_ranks(self) -> None:
         raise await self._ranks.ended()

@@ -61,6 +61,12 @@ async def driving(
         await driver.close()
 
 
+async def idle(driver: Driver) -> None:
+    """Returns when no request is left."""
+    while (stats := driver.stats())["queued"] or stats["active"]:
+        await asyncio.sleep(0.001)
+
+
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(20):
@@ -111,7 +117,7 @@ def test_a_slow_reader_gets_what_gathered_as_one_chunk():
     async def work() -> None:
         async with driving() as (driver, _):
             handle = driver.submit(ask([1], max_tokens=20))
-            await driver.drain()
+            await idle(driver)
             chunks = [chunk async for chunk in handle]
             assert [c.token_ids for c in chunks] == [answer([1], 20)]
 
@@ -189,7 +195,7 @@ def test_nothing_runs_when_one_of_many_is_refused():
             steps = len(ranks.events)
             with pytest.raises(RequestError, match=r"prompt 2 of 3: .*empty"):
                 await driver.generate([ask([1]), ask(""), ask([2])])
-            await driver.drain()
+            await idle(driver)
             await asyncio.sleep(0.05)
             assert len(ranks.events) == steps
             assert driver.stats()["requests_aborted"] == 1

@@ -11,7 +11,7 @@ from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.handle import merge
 from outrider.actors.errors import RequestError
 from tests.actors.conftest import Counting, ThreadRanks
-from tests.actors.driver.test_driver import answer, ask, driving, run
+from tests.actors.driver.test_driver import answer, ask, driving, idle, run
 
 
 class Plain:
@@ -69,7 +69,7 @@ def test_a_stop_string_ends_a_request_that_nobody_reads():
         async with driving(ranks, text=Plain, max_model_len=200) as (driver, _):
             request = dataclasses.replace(ask("a", max_tokens=150), stop=("h",))
             handle = driver.submit(request)
-            await driver.drain()
+            await idle(driver)
             assert [c.text for c in [c async for c in handle]] == ["bcdefg"]
 
     run(work)
