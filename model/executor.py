@@ -84,7 +84,8 @@ class MtpDrafter:
 
     def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
         if batch.num_drafts == 0:
-            run(0, lambda: self.slots.backlog.push(batch.slots, gathered))
+            if self.slots.run.auto_depth:  # without it, no request of this batch ever drafts
+                run(0, lambda: self.slots.backlog.push(batch.slots, gathered))
             return batch.slots.new_empty(len(batch.slots), 0)
         hidden, draft = run(0, lambda: self._first_pass(batch, gathered))
         drafts = [draft]

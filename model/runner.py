@@ -74,7 +74,8 @@ class Runner:
         self.executor.drafter = drafter
 
     def limit_drafts(self, depth: int) -> None:
-        """From the next step on, at most `depth` drafts an iteration."""
+        """From the next step on, at most `depth` drafts an iteration; needs run.auto_depth."""
+        assert self.run.auto_depth, "rows would not wait for the draft (MtpDrafter.propose)"
         self.depth = depth
 
     @property

@@ -23,7 +23,7 @@ from tests.model.test_npu_iterations import npu_team
 from tests.ranks import Output, Team
 
 K, ROWS = 3, 16
-KEYS = {"draft_tokens": K, "num_pages": 200}
+KEYS = {"draft_tokens": K, "num_pages": 200, "auto_depth": True}
 DEPTHS = {
     "now and then": [K, 0, 0, 2, 0, 1, 1, 0, 0, 0, 0, 0, K, K],
     "long without": [K] + [0] * (ROWS + 5) + [2, K, K],

@@ -170,6 +170,7 @@ def test_nobody_waits_for_drafts_that_a_request_never_takes(tiny) -> None:
     alone = serve(runner, [([4, 5, 6], deep)])[0]
     assert (first.iterations, later) == (199, alone)
     assert widths == []
+    assert not runner.executor.slots.backlog.count.any()
 
 
 def test_where_not_all_depths_are_captured_the_next_one_runs(tiny, off) -> None:

@@ -126,7 +126,7 @@ def test_no_more_drafts_are_worth_choosing_than_a_request_can_take(samplings, li
 def test_a_step_says_how_many_drafts_its_iteration_made(tmp_path) -> None:
     text = checkpoints.config()
     folder = checkpoints.write(tmp_path, text, checkpoints.random_weights(text, seed=11))
-    (runner,) = Team(folder, draft_tokens=K).runners
+    (runner,) = Team(folder, draft_tokens=K, auto_depth=True).runners
     assert runner.draft_limit == K
     blocks = BlockAllocator(runner.run)
     runner.apply([blocks.join(0, 0, [1, 2, 3], Sampling(max_tokens=20, draft_tokens=2))])

@@ -350,7 +350,7 @@ def test_digests_follow_the_slot_table(folder) -> None:
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_the_depth_may_change_before_every_step(folder, off, tensor_parallel: int) -> None:
-    engine = team(folder, 5, tensor_parallel=tensor_parallel)
+    engine = team(folder, 5, tensor_parallel=tensor_parallel, auto_depth=True)
     prompts = [prompt_of(n) for n in (9, 33, 2)]
     requests = [(p, Sampling(max_tokens=NUM_NEW)) for p in prompts]
 
