@@ -36,7 +36,7 @@ from outrider.parallel.kernels.selection import (
     draw,
     draw_from_large,
     element,
-    kept_from,
+    kept_candidates,
     mass_of,
     merge_over_ranks,
     value_of,
@@ -324,7 +324,7 @@ def _candidates_kernel(
             COUNT, MERGED, ROWS, WORDS, RANK, SIZE,
         )  # fmt: skip
         limit, share, floor = _filters(slot, top_k, top_p, log_min_p)
-        kept, found = kept_from(keys, least, 0, limit, share, floor)
+        kept, found = kept_candidates(keys, least, 0, limit, share, floor)
         if EXACT:
             sums_all = (limit == ALL) & (share < 1.0)
             need = tl.where(sums_all & (least != LOWEST), SUM_OVER_ALL, tl.where(found, 0, SEARCH))
@@ -436,7 +436,7 @@ def _finish_kernel(
                 mine, row, number, addresses, received, ROWS, WORDS, RANK, SIZE
             )
             whole = element(mine, lane, 0)
-        kept, found = kept_from(keys, least, whole, limit, share, floor)
+        kept, found = kept_candidates(keys, least, whole, limit, share, floor)
         if (need == SUM_OVER_ALL) & found:
             token = draw(keys, kept, first, second)
         else:

@@ -1,11 +1,11 @@
 """What one program does with its row: find the best values, merge those of all ranks, cut, draw.
 
-    best_of_row -> merge_over_ranks -> kept_from -> draw      draw_from_large: kept sets of any size
+    best_of_row -> merge_over_ranks -> kept_candidates -> draw        draw_from_large: any kept set
 
 Values travel as keys (kernels/argmax.py), which sort as values do and name their ids. Nothing is
-sorted: the ends of a kept set are found by bisection over keys, among candidates or over the row of
-every rank. Ranks exchange words as kernels/one_shot.py does; `number` is that of the last exchange
-of the row. parallel/sampling.py defines what is found.
+sorted: the best of many values are found by bisection, and candidates are few enough to compare
+each with each. Ranks exchange words as kernels/one_shot.py does; `number` is that of the row's last
+exchange. parallel/sampling.py defines what is found.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -22,6 +22,7 @@ from outrider.parallel.kernels.noise import noise
 from outrider.parallel.kernels.one_shot import receive_words, send_words
 
 MASS_UNIT = tl.constexpr(1099511627776.0)
+LOWEST_BITS = tl.constexpr(-(1 << 31))
 ALL, HIGHEST = tl.constexpr(1 << 40), tl.constexpr((1 << 63) - 1)
 
 
@@ -61,21 +62,16 @@ def _keys_of(words, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _least_kept(keys, weights, target):
-    """The largest of the keys such that it and all larger ones weigh at least `target` > 0; LOWEST
-    where all of them do not.
-
-    Bisection; both ends move to the next key that there is, so that few steps suffice.
-    """
-    low, high = tl.full((), LOWEST, tl.int64), tl.max(keys, 0) + 1
+def _nth_largest(bits, count):
+    """A number that `count` of the int32 `bits` reach, and as few more as there are equal ones."""
+    low, high = tl.full((), LOWEST_BITS, tl.int32), tl.max(bits, 0) + 1
     going = 1
     while going > 0:
         middle = (low & high) + ((low ^ high) >> 1)
-        chosen = keys >= middle
-        heavy = tl.sum(tl.where(chosen, weights, 0), 0) >= target
-        low = tl.where(heavy, tl.min(tl.where(chosen, keys, HIGHEST), 0), low)
-        high = tl.where(heavy, high, tl.max(tl.where(chosen, LOWEST, keys), 0) + 1)
-        going = (low + 1 < high).to(tl.int32)
+        reached = tl.sum((bits >= middle).to(tl.int32), 0)
+        low = tl.where(reached >= count, middle, low)
+        high = tl.where(reached >= count, high, middle)
+        going = ((reached != count) & (low + 1 < high)).to(tl.int32)
     return low
 
 
@@ -87,10 +83,15 @@ def _target(share, whole):
 
 @triton.jit
 def _compact(keys, memory, COUNT: tl.constexpr):
-    """The COUNT largest of the keys, in their own order [COUNT]; LOWEST fills up."""
-    real = keys > LOWEST
-    least = _least_kept(keys, real.to(tl.int64), COUNT)
-    chosen = real & (keys >= least)
+    """The COUNT largest of keys whose ids rise, in that order [COUNT]; LOWEST fills up.
+
+    Values alone are compared: of equal ones those with smaller ids, the first, are larger.
+    """
+    bits = (keys >> 32).to(tl.int32)
+    least = _nth_largest(bits, COUNT)
+    larger, equal = bits > least, (bits == least) & (keys > LOWEST)
+    left = COUNT - tl.sum(larger.to(tl.int32), 0)
+    chosen = larger | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
     tl.debug_barrier()
     tl.store(memory + tl.arange(0, COUNT), tl.full((COUNT,), LOWEST, tl.int64))
     tl.debug_barrier()
@@ -169,44 +170,37 @@ def combine_over_ranks(
 
 
 @triton.jit
-def kept_from(keys, least, whole, limit, share, floor):
-    """The smallest key that the filters keep of a row, and whether the candidates tell it; where
-    they do not, the least of those that are surely the first of all ids (sampling.kept_from).
+def kept_candidates(keys, least, whole, limit, share, floor):
+    """Which of the candidates the filters of their row keep, and whether those are all that they
+    keep (sampling.kept_from).
 
-    keys: the candidates; least: the smallest that is surely one of the first, LOWEST if all ids are
-    candidates. whole: the mass of all ids; where it is 0, that of the candidates stands for it.
+    keys: the candidates; least: the smallest that is surely one of the first of all ids, LOWEST if
+    all ids are candidates. whole: the mass of all ids; where it is 0, that of the candidates stands
+    for it.
     """
     sure = (keys >= least) & (keys > LOWEST)
-    keys = tl.where(sure, keys, LOWEST)
-    value = value_of(keys)
+    value = tl.where(sure, value_of(keys), float("-inf"))
     top = tl.max(value, 0)
-    mass, one = tl.where(sure, mass_of(value, top), 0), sure.to(tl.int64)
-    known, complete = tl.sum(one, 0), least == LOWEST
-    kept = tl.full((), LOWEST, tl.int64)
-    if limit < ALL:
-        kept = _least_kept(keys, one, limit)
-    limited = limit <= known
-    reached = tl.sum(tl.where(keys >= kept, mass, 0), 0)
-    whole = tl.where((limit < ALL) | (whole == 0), reached, whole)
-    shared = False
-    if share < 1.0:
-        target = _target(share, whole)
-        shared = reached >= target
-        kept = tl.maximum(kept, _least_kept(keys, mass, target))
-    last = key_of(top + floor, tl.full((), 0x7FFFFFFF, tl.int32))
-    kept = tl.maximum(kept, last)
-    found = limited | shared | (tl.sum((keys >= last).to(tl.int64), 0) < known)
-    found = found & (limited | (limit == ALL) | (share >= 1.0))
-    return tl.maximum(kept, least), found | complete
+    mass, known = tl.where(sure, mass_of(value, top), 0), tl.sum(sure.to(tl.int64), 0)
+    larger = sure[None, :] & (keys[None, :] > keys[:, None])
+    before = tl.sum(larger.to(tl.int64), 1)
+    mass_before = tl.sum(tl.where(larger, mass[None, :], 0), 1)
+    limited = tl.sum(tl.where(before < limit, mass, 0), 0)
+    target = _target(share, tl.where((limit < ALL) | (whole == 0), limited, whole))
+    target = tl.where(share < 1.0, target, HIGHEST)
+    kept = sure & (before < limit) & (mass_before < target) & (value >= top + floor)
+    within = (limit <= known) | (tl.sum(mass, 0) >= target)
+    within = within | (tl.sum((value >= top + floor).to(tl.int64) & sure.to(tl.int64), 0) < known)
+    within = within & ((limit <= known) | (limit == ALL) | (share >= 1.0))
+    return kept, within | (least == LOWEST)
 
 
 @triton.jit
 def draw(keys, kept, first, second):
-    """The id of the best of the candidates from the key `kept` on, with noise."""
+    """The id of the best of the kept candidates, with noise."""
     ids = bits_and_index(keys)[1]
     key = key_of(value_of(keys) + noise(first, second, ids), ids)
-    chosen = (keys >= kept) & (keys > LOWEST)
-    return bits_and_index(tl.max(tl.where(chosen, key, LOWEST), 0))[1]
+    return bits_and_index(tl.max(tl.where(kept, key, LOWEST), 0))[1]
 
 
 @triton.jit
