@@ -35,34 +35,47 @@ def positions_of(rows: PickRows, num_rows: int) -> Tensor:
     return rows.last.unsqueeze(1) + (ahead + rows.shift + 1)
 
 
+def _signed(x):
+    """Numbers of 32 bits, ints or int64, as int32 lanes hold them."""
+    return (x ^ 0x80000000) - 0x80000000
+
+
+def lanes(x: Tensor) -> Tensor:
+    """The lower 32 bits of int64 numbers, as int32."""
+    return _signed(x & _MASK).to(torch.int32)
+
+
 def mix(x: Tensor) -> Tensor:
-    """32-bit finaliser of MurmurHash3 (A. Appleby, public domain) on int64 lanes."""
-    x = x & _MASK
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
+    """32-bit finaliser of MurmurHash3 (A. Appleby, public domain) on int32 lanes."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x *= _signed(0x85EBCA6B)
+    x ^= (x >> 13) & 0x7FFFF
+    x *= _signed(0xC2B2AE35)
+    x ^= (x >> 16) & 0xFFFF
+    return x
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """seeds, positions [N] int64 -> two 32-bit numbers for each row, int64 [N]."""
-    low, high = mix(seeds), mix((seeds >> 32) + 0x9E3779B9)
-    at = mix(positions + 0x7F4A7C15)
-    first = mix(mix(low ^ high) + at)
-    return first, mix(mix(high + 0x85EBCA77) ^ mix(first + at + 0x165667B1) ^ low)
+    """seeds, positions [N] int64 -> two numbers of 32 bits for each row, int32 [N]."""
+    parts = (seeds, (seeds >> 32) + 0x9E3779B9, positions + 0x7F4A7C15)
+    low, high, at = mix(lanes(torch.stack(parts)))
+    both, other = mix(torch.stack((low ^ high, high + _signed(0x85EBCA77))))
+    first = mix(both + at)
+    return first, mix(other ^ mix(first + at + _signed(0x165667B1)) ^ low)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """The noise of ids [v] in rows with these seeds and positions [N] int64 -> float32 [N, v].
 
     -ln E, where E = -ln(1 - u) and u has 32 random bits, so that the largest noise is 22.9. A
-    uniform number of 24 bits would end at 16.6, which one row of 250,000 ids in 67 reaches. Where u
-    is small, 1 - u would lose its digits, so E is a series there. u stays below 1.
+    uniform number of 24 bits would end at 16.6, which one row of 250,000 ids in 67 reaches. u stays
+    below 1.
     """
     first, second = row_keys(seeds, positions)
-    bits = mix(mix(ids + first.unsqueeze(1)) ^ second.unsqueeze(1))
-    u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    return -torch.where(u < 2.0**-8, series, -torch.log(1.0 - u)).log()
+    bits = mix(mix(lanes(ids) + first.unsqueeze(1)) ^ second.unsqueeze(1))
+    u = (bits.to(torch.int64) & _MASK).to(torch.float32)
+    u = ((u + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
 
 
 def order_keys(x: Tensor, ids: Tensor) -> Tensor:
@@ -167,9 +180,7 @@ def kept_from(
     open_rows = (filtered & ~found).nonzero().squeeze(1)
     if exact and not complete and len(open_rows):
         some = slots[open_rows]
-        first[open_rows] = _search_kept(
-            x[open_rows] - top[open_rows], keys[open_rows], top[open_rows], some, sampling, group
-        )
+        first[open_rows] = _search_kept(keys[open_rows], top[open_rows], some, sampling, group)
     return first.masked_fill(~filtered, LOWEST)
 
 
@@ -180,26 +191,43 @@ def share_of(top_p: Tensor, whole: Tensor) -> Tensor:
 
 
 def _search_kept(
-    below: Tensor, keys: Tensor, top: Tensor, slots: Tensor, sampling: SlotSampling, group: Group
+    keys: Tensor, top: Tensor, slots: Tensor, sampling: SlotSampling, group: Group
 ) -> Tensor:
-    """kept_from for any kept sets, by bisection over the keys of all ranks."""
+    """kept_from for any kept sets [n] int64, by bisection over the keys [n, v] of all ranks.
+
+    top [n, 1] float32: the largest x. Each rank sorts its keys once, so that it can tell at once
+    how many of them, and what mass, are not below some key.
+    """
     top_k, top_p, min_p = sampling.top_k[slots], sampling.top_p[slots], sampling.log_min_p[slots]
-    ones, weights = torch.ones_like(keys), mass(below)
-    by_limit = _search(keys, ones, top_k, group).masked_fill(top_k == 0, LOWEST)
-    inside = (weights * (keys >= by_limit.unsqueeze(1))).sum(1)
-    share = share_of(top_p, group.all_reduce(inside))
-    by_share = _search(keys, weights, share, group).masked_fill(top_p >= 1.0, LOWEST)
+    keys = keys.sort(1).values
+    masses = _from_each_on(mass(value_of(keys) - top))
+    by_limit = _search(keys, _from_each_on(torch.ones_like(keys)), top_k, group)
+    by_limit = by_limit.masked_fill(top_k == 0, LOWEST)
+    share = share_of(top_p, group.all_reduce(_from_key_on(keys, masses, by_limit)))
+    by_share = _search(keys, masses, share, group).masked_fill(top_p >= 1.0, LOWEST)
     by_floor = order_keys(top.squeeze(1) + min_p, torch.full_like(slots, _LAST_INDEX))
     return torch.maximum(torch.maximum(by_limit, by_share), by_floor)
 
 
-def _search(keys: Tensor, weights: Tensor, target: Tensor, group: Group) -> Tensor:
+def _from_each_on(weights: Tensor) -> Tensor:
+    """weights [n, v] int64 -> at each index what the weights from there on add up to [n, v + 1]."""
+    sums = weights.flip(1).cumsum(1).flip(1)
+    return torch.cat((sums, torch.zeros_like(sums[:, :1])), 1)
+
+
+def _from_key_on(keys: Tensor, sums: Tensor, key: Tensor) -> Tensor:
+    """Those of the sums [n, v + 1] that begin at the first of the sorted keys [n, v] that is not
+    below `key` [n]."""
+    return sums.gather(1, torch.searchsorted(keys, key.unsqueeze(1))).squeeze(1)
+
+
+def _search(keys: Tensor, sums: Tensor, target: Tensor, group: Group) -> Tensor:
     """The largest key [n] such that it and all larger ones of its row, on all ranks, weigh at least
-    `target` [n]; keys, weights [n, v] int64."""
+    `target` [n]; keys [n, v] int64, sorted, and sums (_from_each_on) of what they weigh."""
     low, high = torch.full_like(target, LOWEST), torch.full_like(target, HIGHEST)
     for _ in range(64):  # low is heavy enough, high is not
         middle = (low & high) + ((low ^ high) >> 1)
-        heavy = group.all_reduce((weights * (keys >= middle.unsqueeze(1))).sum(1)) >= target
+        heavy = group.all_reduce(_from_key_on(keys, sums, middle)) >= target
         low, high = torch.where(heavy, middle, low), torch.where(heavy, high, middle)
     return low
 

@@ -31,22 +31,22 @@ SAMPLING_FAULTS = (
     Fault(
         "noise without the position",
         SAMPLING,
-        "at = mix(positions + 0x7F4A7C15)",
-        "at = mix(positions * 0 + 0x7F4A7C15)",
+        "positions + 0x7F4A7C15)",
+        "positions * 0 + 0x7F4A7C15)",
         NOISE + "noises_are_independent[neighbouring positions]",
     ),
     Fault(
         "noise without the upper half of the seed",
         SAMPLING,
-        "mix((seeds >> 32) + 0x9E3779B9)",
-        "mix((seeds >> 63) + 0x9E3779B9)",
+        "(seeds >> 32) + 0x9E3779B9",
+        "(seeds >> 63) + 0x9E3779B9",
         NOISE + "noises_are_independent[seeds that differ above 32 bits]",
     ),
     Fault(
         "noise of 24 bits",
         SAMPLING,
-        "((bits.to(torch.float32) + 0.5) * 2.0**-32)",
-        "(((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24)",
+        "u = ((u + 0.5) * 2.0**-32)",
+        "u = (((u * 2.0**-8).floor() + 0.5) * 2.0**-24)",
         NOISE + "a_row_of_equal_logits_draws_all_its_ids_alike",
     ),
     Fault(
@@ -94,15 +94,15 @@ SAMPLING_FAULTS = (
     Fault(
         "search for the end of the kept set off by one",
         SAMPLING,
-        ".sum(1)) >= target",
-        ".sum(1)) > target",
+        "_from_key_on(keys, sums, middle)) >= target",
+        "_from_key_on(keys, sums, middle)) > target",
         PICKS + "of_equal_logits_the_smallest_ids_are_kept[filters1-90-1]",
     ),
     Fault(
         "search adds up this rank's mass alone",
         SAMPLING,
-        "share_of(top_p, group.all_reduce(inside))",
-        "share_of(top_p, inside)",
+        "share_of(top_p, group.all_reduce(_from_key_on(keys, masses, by_limit)))",
+        "share_of(top_p, _from_key_on(keys, masses, by_limit))",
         BY_HAND + "[many and top_p-flat]",
     ),
     Fault(
