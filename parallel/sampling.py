@@ -81,10 +81,10 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 def order_keys(x: Tensor, ids: Tensor) -> Tensor:
     """x float32 and ids int64, which broadcast -> int64 keys: larger x is larger, and of equal x
     the smaller id. NaN counts as the smallest number."""
-    x = torch.where(x == 0, 0.0, x.nan_to_num(float("-inf"), float("inf"), float("-inf")))
+    x = (x + 0.0).nan_to_num_(float("-inf"), float("inf"), float("-inf"))  # -0.0 becomes 0.0
     bits = x.view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ _LAST_INDEX, bits).to(torch.int64)
-    return (bits << 32) | (ids ^ _LAST_INDEX)
+    bits = (bits ^ ((bits >> 31) & _LAST_INDEX)).to(torch.int64)
+    return bits.bitwise_left_shift_(32) | (ids ^ _LAST_INDEX)
 
 
 def value_of(keys: Tensor) -> Tensor:
