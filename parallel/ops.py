@@ -271,8 +271,8 @@ class Ops:
 
         hidden [B, R, H]; head, scales and first_id as in head_ids. -> ids [B, R] int64, the same on
         every rank. With features.logprobs, ids and log probabilities of the unedited logits follow
-        (sampling.log_probs), [B, R, 1 + n]. Without `exact`, a kept set that is larger than what
-        the ranks offer may be cut: for drafts, which the target judges.
+        (sampling.log_probs), [B, R, 1 + n]. Without `exact` the filters are replaced by a
+        cheaper one (sampling.near_top): for drafts, which the target judges.
         """
         logits = self.head_logits(hidden, head, scales).float()
         num_slots, num_rows, width = logits.shape
@@ -287,10 +287,13 @@ class Ops:
             positions = sampling.positions_of(rows, num_rows).flatten()
             noise = sampling.gumbel(by_slot.seed[slots], positions, ids)
             noised = torch.where(by_slot.drawn[slots].unsqueeze(1), x + noise, x)
-        if features.filtered:
+        if features.filtered and exact:
             keys = sampling.order_keys(x, ids)
-            first = sampling.kept_from(x, keys, slots, by_slot, group, exact=exact)
+            first = sampling.kept_from(x, keys, slots, by_slot, group)
             noised = noised.masked_fill(keys < first.unsqueeze(1), float("-inf"))
+        elif features.filtered:
+            near = sampling.near_top(x, slots, by_slot, group)
+            noised = noised.masked_fill(~near, float("-inf"))
         tokens = self.choose_pair(group.all_gather(self.top_pair(noised, first_id)))
         picked = tokens.view(num_slots, num_rows)
         if features.logprobs is None:

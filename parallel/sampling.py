@@ -10,12 +10,17 @@ definition in plain torch. Shapes: B slots | R rows a slot | N = B R | v ids of 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from outrider.parallel.group import Group
 from outrider.parallel.operands import PickRows, SlotSampling
 
+DRAFT_SHARE = 0.02
+"""Of the largest probability of a row: the least that a draft of a filtered row may have. Finding
+the kept set itself would cost each draft more than it brings (docs/log.md)."""
 CANDIDATES = 64
 """The best ids that a rank offers of each row. A kept set of at most so many is found at once."""
 MASS_UNIT = 2.0**40
@@ -141,7 +146,7 @@ def edit(logits: Tensor, rows: PickRows, sampling: SlotSampling, first_id: int) 
 
 
 def kept_from(
-    x: Tensor, keys: Tensor, slots: Tensor, sampling: SlotSampling, group: Group, *, exact: bool
+    x: Tensor, keys: Tensor, slots: Tensor, sampling: SlotSampling, group: Group
 ) -> Tensor:
     """The smallest key that the filters of each row keep, over the ids of all ranks [N] int64.
 
@@ -149,8 +154,7 @@ def kept_from(
     the order of keys: top_k of them, then as few as reach the share top_p of what top_k leaves,
     and those with min_p times the largest probability; at least one. Each rank offers its best
     CANDIDATES. Those above the least offer of each rank are surely the first of all, and if the end
-    of the kept set is among them, it is known. Where it is not, it is searched; without `exact`,
-    it is then taken to be the last of those.
+    of the kept set is among them, it is known. Where it is not, it is searched.
     """
     top_k, top_p, min_p = sampling.top_k[slots], sampling.top_p[slots], sampling.log_min_p[slots]
     offered = keys.topk(min(CANDIDATES, keys.shape[1])).values
@@ -175,13 +179,27 @@ def kept_from(
     # What ends later than the known candidates ends anywhere behind them.
     found = (limit <= known) | (by_share <= known) | (by_floor < known)
     found &= (limit <= known) | (top_k == 0) | (top_p >= 1.0)
-    filtered = sampling.drawn[slots] & ((top_k > 0) | (top_p < 1.0) | min_p.isfinite())
+    filtered = is_filtered(slots, sampling)
     first = merged.gather(1, torch.minimum(count, known).unsqueeze(1) - 1).squeeze(1)
     open_rows = (filtered & ~found).nonzero().squeeze(1)
-    if exact and not complete and len(open_rows):
+    if not complete and len(open_rows):
         some = slots[open_rows]
         first[open_rows] = _search_kept(keys[open_rows], top[open_rows], some, sampling, group)
     return first.masked_fill(~filtered, LOWEST)
+
+
+def is_filtered(slots: Tensor, sampling: SlotSampling) -> Tensor:
+    """Whether the rows [N] of these slots draw from some of the ids only, bool."""
+    some = (sampling.top_k > 0) | (sampling.top_p < 1.0) | sampling.log_min_p.isfinite()
+    return (sampling.drawn & some)[slots]
+
+
+def near_top(x: Tensor, slots: Tensor, sampling: SlotSampling, group: Group) -> Tensor:
+    """Which ids a draft may be, bool [N, v]: in filtered rows those with DRAFT_SHARE, or min_p, of
+    the largest probability, whatever the filters; x [N, v] float32, slots [N] int64."""
+    top = group.all_gather(x.amax(1)).amax(0)
+    floor = sampling.log_min_p[slots].clamp(min=math.log(DRAFT_SHARE))
+    return (x >= (top + floor).unsqueeze(1)) | ~is_filtered(slots, sampling).unsqueeze(1)
 
 
 def share_of(top_p: Tensor, whole: Tensor) -> Tensor:

@@ -228,10 +228,10 @@ def _launch_head(
     if num_rows:
         _head_kernel[(tiles,)](
             flat, w, w if scales is None else scales, best, best if logits is None else logits,
-            *draws, num_rows, flat.stride(0), w.shape[0], first_id, shift,
+            *draws, num_rows, flat.stride(0), w.shape[0], per_slot, first_id, shift,
             K=inner, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
             DEPTH=tiling.depth // x.element_size(), FP8=scales is not None,
-            STORE=logits is not None, DRAWN=sampled is not None, R=per_slot,
+            STORE=logits is not None, DRAWN=sampled is not None,
             SWAP=tiling.weight_first, FACTOR=_factor(x, w), AHEAD=HEAD_AHEAD // w.element_size(),
             num_warps=tiling.warps, num_stages=tiling.stages,
             **(EXACT_SUMS if sampled else {}), **overlapped(x),
@@ -389,12 +389,12 @@ def _swiglu_kernel(
     tl.store(y_ptr + row * D + at, y.to(dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_id", "shift"])
+@triton.jit(do_not_specialize=["num_rows", "R", "first_id", "shift"])
 def _head_kernel(
     x, w, scales, best, stored, slots, last, seed, drawn, scale,
-    num_rows, x_row, width, first_id, shift,
+    num_rows, x_row, width, R, first_id, shift,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    FP8: tl.constexpr, STORE: tl.constexpr, DRAWN: tl.constexpr, R: tl.constexpr,
+    FP8: tl.constexpr, STORE: tl.constexpr, DRAWN: tl.constexpr,
     SWAP: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the key of each row's best logit in one tile of the vocabulary; with STORE the

@@ -20,13 +20,13 @@ EXACT_SUMS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def slot_of(slots, row, R: tl.constexpr, inside):
+def slot_of(slots, row, R, inside):
     """The slot of a row: `slots` has one for each R rows."""
     return tl.load(slots + row // R, mask=inside, other=0)
 
 
 @triton.jit
-def position_of(last, row, shift, R: tl.constexpr, inside):
+def position_of(last, row, shift, R, inside):
     """Where the token that a row makes will stand (operands.PickRows)."""
     return tl.load(last + row // R, mask=inside, other=0) + 1 + shift + row % R
 

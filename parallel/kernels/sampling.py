@@ -2,6 +2,7 @@
 
     logits [N, v] -> scan: edit, scale, best of each tile -> candidates: over ranks; most rows end
     -> mass: sums over all ids -> finish: rows whose kept set is large, and log probabilities
+    drafts: logits -> scan -> draft
 
 Each is one launch; the last two return at once for rows that do not need them. One program has a
 row from `candidates` on, and exchanges what it needs with the same row's program on the other ranks
@@ -15,6 +16,7 @@ stored. Shapes: B slots | R rows a slot | N = B R | v ids of this rank
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,7 @@ from outrider.parallel.kernels.launch import after_previous, overlapped
 from outrider.parallel.kernels.noise import EXACT_SUMS, noise, position_of, row_keys, slot_of
 from outrider.parallel.kernels.selection import (
     ALL,
+    LAST_INDEX,
     MASS_UNIT,
     best_of_row,
     best_over_ranks,
@@ -42,16 +45,17 @@ from outrider.parallel.kernels.selection import (
     value_of,
 )
 from outrider.parallel.operands import PickRows, SlotSampling
-from outrider.parallel.sampling import CANDIDATES
+from outrider.parallel.sampling import CANDIDATES, DRAFT_SHARE
 
 TILE, PIECE = 64, 2048
 """Logits of a tile, whose best one is kept, and of a program of `scan`."""
-MASS_PIECE, SEARCH_PIECE = 4096, 8192
+MASS_PIECE, SEARCH_PIECE = 4096, 4096
 """Logits that a program of `mass`, and one of `finish`, reads at a time."""
 REPORTED = 32
 """The likeliest ids that a rank offers for log probabilities: a power of two, at least 20."""
 MOST_ROWS = 256
 """Rows of a launch, where no buffers limit them."""
+DRAFT_FLOOR = tl.constexpr(math.log(DRAFT_SHARE))
 SUM_OVER_ALL, SEARCH = tl.constexpr(1), tl.constexpr(2)
 """What a row needs after `candidates`; 0 for nothing."""
 
@@ -65,8 +69,8 @@ def noised_keys(logits: Tensor, first_id: int, rows: PickRows, by_slot: SlotSamp
     if num_rows:
         _noised_kernel[(best.shape[1], num_rows)](
             logits, best, rows.slots, rows.last, by_slot.seed, by_slot.drawn, by_slot.scale,
-            first_id, width, logits.stride(0), rows.shift,
-            R=per_slot, PIECE=PIECE, **EXACT_SUMS, **overlapped(logits),
+            per_slot, first_id, width, logits.stride(0), rows.shift,
+            PIECE=PIECE, **EXACT_SUMS, **overlapped(logits),
         )  # fmt: skip
     return best
 
@@ -140,38 +144,46 @@ def _pick(
         rows.slots, rows.last, by_slot.seed, by_slot.drawn, by_slot.top_k, by_slot.top_p,
         by_slot.log_min_p, by_slot.reported,
     )  # fmt: skip
-    launch: dict[str, Any] = {"R": num_rows, **EXACT_SUMS, **overlapped(logits)}
+    launch: dict[str, Any] = {**EXACT_SUMS, **overlapped(logits)}
     drafts = None if rows.drafts is None else rows.drafts.contiguous()
     _scan_kernel[(pieces, n)](
         flat, x, tiles, raw_tiles, best, *settings, by_slot.scale, by_slot.edited,
         by_slot.repetition, by_slot.frequency, by_slot.presence, by_slot.banned_until,
         by_slot.history, by_slot.bias, rows.slots if drafts is None else drafts,
-        first_id, width, flat.stride(0), rows.shift, 0 if drafts is None else drafts.shape[1],
-        REPORTS=reports, PIECE=PIECE, TILE=TILE, **launch,
+        num_rows, first_id, width, flat.stride(0), rows.shift,
+        0 if drafts is None else drafts.shape[1],
+        EXACT=exact, REPORTS=reports, PIECE=PIECE, TILE=TILE, **launch,
     )  # fmt: skip
     exchange, places = _exchange_of(buffers, ids)
+    if not exact:
+        _draft_kernel[(n,)](
+            x, tiles, best, *settings, ids, *exchange,
+            num_rows, first_id, width, pieces, num_tiles,
+            TILES=triton.next_power_of_2(num_tiles), PIECES=triton.next_power_of_2(pieces),
+            num_warps=4, **places, **launch,
+        )  # fmt: skip
+        return (ids,)
     outputs = (ids, merged, facts, sums, tops, top_ids, top_values)
     _candidates_kernel[(n,)](
         flat, x, tiles, raw_tiles, best, *settings, *outputs, *exchange,
-        first_id, width, flat.stride(0), rows.shift, pieces, num_tiles, num_top or 0,
-        EXACT=exact, REPORTS=reports, COUNT=CANDIDATES, REPORTED=REPORTED, TILE=TILE,
+        num_rows, first_id, width, flat.stride(0), rows.shift, pieces, num_tiles, num_top or 0,
+        REPORTS=reports, COUNT=CANDIDATES, REPORTED=REPORTED, TILE=TILE,
         TILES=max(CANDIDATES, triton.next_power_of_2(num_tiles)),
         PIECES=triton.next_power_of_2(pieces), MERGED=triton.next_power_of_2(size * CANDIDATES),
         MERGED_TOPS=triton.next_power_of_2(size * REPORTED), STRIDE=merged.shape[1],
         num_warps=8, **places, **launch,
     )  # fmt: skip
-    if exact:
-        _mass_kernel[(triton.cdiv(width, MASS_PIECE), n)](
-            flat, x, rows.slots, by_slot.reported, facts, sums, tops, width, flat.stride(0),
-            REPORTS=reports, PIECE=MASS_PIECE, **launch,
-        )  # fmt: skip
-        _finish_kernel[(n,)](
-            flat, x, *settings, *outputs, *exchange,
-            first_id, width, flat.stride(0), rows.shift, num_top or 0,
-            REPORTS=reports, MERGED=triton.next_power_of_2(size * CANDIDATES),
-            STRIDE=merged.shape[1], TOPS=REPORTED, PIECE=SEARCH_PIECE, num_warps=8,
-            **places, **launch,
-        )  # fmt: skip
+    _mass_kernel[(triton.cdiv(width, MASS_PIECE), n)](
+        flat, x, rows.slots, by_slot.reported, facts, sums, tops, num_rows, width, flat.stride(0),
+        REPORTS=reports, PIECE=MASS_PIECE, **launch,
+    )  # fmt: skip
+    _finish_kernel[(n,)](
+        flat, x, *settings, *outputs, *exchange,
+        num_rows, first_id, width, flat.stride(0), rows.shift, num_top or 0,
+        REPORTS=reports, MERGED=triton.next_power_of_2(size * CANDIDATES),
+        STRIDE=merged.shape[1], TOPS=REPORTED, PIECE=SEARCH_PIECE, num_warps=16,
+        **places, **launch,
+    )  # fmt: skip
     return (ids, top_ids, top_values) if reports else (ids,)
 
 
@@ -184,10 +196,10 @@ def _noised(x, drawn, seed, position, ids):
     return x
 
 
-@triton.jit(do_not_specialize=["first_id", "shift"])
+@triton.jit(do_not_specialize=["R", "first_id", "shift"])
 def _noised_kernel(
-    logits, best, slots, last, seed, drawn, scale, first_id, width, stride, shift,
-    R: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+    logits, best, slots, last, seed, drawn, scale, R, first_id, width, stride, shift,
+    PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a piece of a row."""
     after_previous(PDL)
@@ -216,13 +228,13 @@ def _filters(slot, top_k, top_p, log_min_p):
     return tl.where(limit > 0, limit, ALL), tl.load(top_p + slot), tl.load(log_min_p + slot)
 
 
-@triton.jit(do_not_specialize=["first_id", "shift", "num_drafts"])
+@triton.jit(do_not_specialize=["R", "first_id", "shift", "num_drafts"])
 def _scan_kernel(
     logits, x, tiles, raw_tiles, best,
     slots, last, seed, drawn, top_k, top_p, log_min_p, reported,
     scale, edited, repetition, frequency, presence, banned_until, history, bias, drafts,
-    first_id, width, stride, shift, num_drafts,
-    R: tl.constexpr, REPORTS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
+    R, first_id, width, stride, shift, num_drafts,
+    EXACT: tl.constexpr, REPORTS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a piece of a row: x, the key of the best x of each tile, and where nothing is
@@ -259,10 +271,53 @@ def _scan_kernel(
         if tl.load(reported + slot):
             key = tl.where(inside, key_of(raw, at), LOWEST)
             tl.store(raw_tiles + of_tile, tl.max(tl.reshape(key, (PIECE // TILE, TILE)), 1))
-    if not _is_filtered(slot, drawn, top_k, top_p, log_min_p):
+    filtered = _is_filtered(slot, drawn, top_k, top_p, log_min_p)
+    if filtered & (not EXACT):
+        floor = tl.maximum(tl.load(log_min_p + slot), DRAFT_FLOOR)
+        value = tl.where(value >= tl.max(value, 0) + floor, value, float("-inf"))
+        filtered = False
+    if not filtered:
         value = _noised(value, tl.load(drawn + slot), tl.load(seed + slot), position, at + first_id)
         key = tl.where(inside, key_of(value, at), LOWEST)
         tl.store(best + row * tl.num_programs(0) + piece, tl.max(key, 0))
+
+
+@triton.jit(do_not_specialize=["R", "first_id", "pieces", "num_tiles"])
+def _draft_kernel(
+    x, tiles, best, slots, last, seed, drawn, top_k, top_p, log_min_p, reported,
+    ids, addresses, received, sequence, R, first_id, width, pieces, num_tiles,
+    TILES: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row: a draft, the best of its pieces over all ranks. Of a filtered row a piece
+    counts if its best x is near enough to the row's largest (sampling.near_top)."""
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot, number = slot_of(slots, row, R, True), 0
+    if SIZE > 1:
+        number = tl.load(sequence + row)
+    at, of_tile = tl.arange(0, PIECES), tl.arange(0, TILES)
+    keys = tl.load(best + row * pieces + at, mask=at < pieces, other=LOWEST)
+    bits, index = bits_and_index(keys)
+    if _is_filtered(slot, drawn, top_k, top_p, log_min_p):
+        value = tl.load(x + row * width + index, mask=index < width, other=float("-inf"))
+        tops = tl.load(tiles + row * num_tiles + of_tile, mask=of_tile < num_tiles, other=LOWEST)
+        number += 1
+        lane = tl.arange(0, 4)
+        top = tl.where(lane == 3, tl.max(tops, 0), 0)
+        top = combine_over_ranks(top, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
+        floor = tl.maximum(tl.load(log_min_p + slot), DRAFT_FLOOR)
+        keys = tl.where(value >= value_of(element(top, lane, 3)) + floor, keys, LOWEST)
+    bits, index = bits_and_index(tl.max(keys, 0))
+    key = key_of(bits.to(tl.float32, bitcast=True), index + first_id)
+    key = tl.where(tl.max(keys, 0) > LOWEST, key, LOWEST)
+    number += 1
+    token = best_over_ranks(key, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
+    # Where the largest x is no number, nothing is near it, and any draft is as good.
+    tl.store(ids + row, tl.where(token == LAST_INDEX, 0, token).to(tl.int64))
+    if SIZE > 1:
+        tl.store(sequence + row, number)
 
 
 @triton.jit
@@ -294,13 +349,13 @@ def _list_likeliest(
     tl.store(tops + row * 2 + 1, tl.max(value, 0))
 
 
-@triton.jit(do_not_specialize=["first_id", "shift", "pieces", "num_tiles", "num_top"])
+@triton.jit(do_not_specialize=["R", "first_id", "shift", "pieces", "num_tiles", "num_top"])
 def _candidates_kernel(
     logits, x, tiles, raw_tiles, best,
     slots, last, seed, drawn, top_k, top_p, log_min_p, reported,
     ids, merged, facts, sums, tops, top_ids, top_values, addresses, received, sequence,
-    first_id, width, stride, shift, pieces, num_tiles, num_top,
-    R: tl.constexpr, EXACT: tl.constexpr, REPORTS: tl.constexpr, COUNT: tl.constexpr,
+    R, first_id, width, stride, shift, pieces, num_tiles, num_top,
+    REPORTS: tl.constexpr, COUNT: tl.constexpr,
     REPORTED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr,
     MERGED: tl.constexpr, MERGED_TOPS: tl.constexpr, STRIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
@@ -325,13 +380,12 @@ def _candidates_kernel(
         )  # fmt: skip
         limit, share, floor = _filters(slot, top_k, top_p, log_min_p)
         kept, found = kept_candidates(keys, least, 0, limit, share, floor)
-        if EXACT:
-            sums_all = (limit == ALL) & (share < 1.0)
-            need = tl.where(sums_all & (least != LOWEST), SUM_OVER_ALL, tl.where(found, 0, SEARCH))
-            tl.debug_barrier()
-            tl.store(merged + row * STRIDE + tl.arange(0, MERGED), keys)
-            tl.store(facts + row * 2 + 1, least)
-            tl.store(tops + row * 2, tl.max(value_of(keys), 0))
+        sums_all = (limit == ALL) & (share < 1.0)
+        need = tl.where(sums_all & (least != LOWEST), SUM_OVER_ALL, tl.where(found, 0, SEARCH))
+        tl.debug_barrier()
+        tl.store(merged + row * STRIDE + tl.arange(0, MERGED), keys)
+        tl.store(facts + row * 2 + 1, least)
+        tl.store(tops + row * 2, tl.max(value_of(keys), 0))
         if need == 0:
             position = position_of(last, row, shift, R, True)
             first, second = row_keys(tl.load(seed + slot), position)
@@ -341,9 +395,8 @@ def _candidates_kernel(
         number += 1
         token = best_over_ranks(key, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
         tl.store(ids + row, token.to(tl.int64))
-    if EXACT:
-        tl.store(facts + row * 2, need.to(tl.int64))
-        tl.store(sums + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
+    tl.store(facts + row * 2, need.to(tl.int64))
+    tl.store(sums + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     if REPORTS:  # noqa: SIM102 (Triton)
         if tl.load(reported + slot):
             number += 1
@@ -359,10 +412,10 @@ def _candidates_kernel(
         tl.store(sequence + row, number)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _mass_kernel(
-    logits, x, slots, reported, facts, sums, tops, width, stride,
-    R: tl.constexpr, REPORTS: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+    logits, x, slots, reported, facts, sums, tops, R, width, stride,
+    REPORTS: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a piece of a row: adds its mass to the row's, where that is needed."""
     after_previous(PDL)
@@ -406,12 +459,12 @@ def _report(
     tl.store(top_ids + place, token)
 
 
-@triton.jit(do_not_specialize=["first_id", "shift", "num_top"])
+@triton.jit(do_not_specialize=["R", "first_id", "shift", "num_top"])
 def _finish_kernel(
     logits, x, slots, last, seed, drawn, top_k, top_p, log_min_p, reported,
     ids, merged, facts, sums, tops, top_ids, top_values, addresses, received, sequence,
-    first_id, width, stride, shift, num_top,
-    R: tl.constexpr, REPORTS: tl.constexpr, MERGED: tl.constexpr, STRIDE: tl.constexpr,
+    R, first_id, width, stride, shift, num_top,
+    REPORTS: tl.constexpr, MERGED: tl.constexpr, STRIDE: tl.constexpr,
     TOPS: tl.constexpr, PIECE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
@@ -441,7 +494,7 @@ def _finish_kernel(
             token = draw(keys, kept, first, second)
         else:
             token, number = draw_from_large(
-                x + row * width, top, limit, share, floor, whole, least, tl.max(keys, 0) + 1,
+                x + row * width, top, limit, share, floor, whole, keys, least,
                 first, second, number, row, addresses, received, first_id, width,
                 PIECE, ROWS, WORDS, RANK, SIZE,
             )  # fmt: skip

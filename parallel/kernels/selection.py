@@ -24,6 +24,7 @@ from outrider.parallel.kernels.one_shot import receive_words, send_words
 MASS_UNIT = tl.constexpr(1099511627776.0)
 LOWEST_BITS = tl.constexpr(-(1 << 31))
 ALL, HIGHEST = tl.constexpr(1 << 40), tl.constexpr((1 << 63) - 1)
+LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -170,6 +171,13 @@ def combine_over_ranks(
 
 
 @triton.jit
+def lowest_kept(top, floor):
+    """The least value that is at most `floor` below the top; without a floor, also of a row whose
+    top is infinite, the least of all."""
+    return tl.where(floor > float("-inf"), top + floor, float("-inf"))
+
+
+@triton.jit
 def kept_candidates(keys, least, whole, limit, share, floor):
     """Which of the candidates the filters of their row keep, and whether those are all that they
     keep (sampling.kept_from).
@@ -188,19 +196,22 @@ def kept_candidates(keys, least, whole, limit, share, floor):
     limited = tl.sum(tl.where(before < limit, mass, 0), 0)
     target = _target(share, tl.where((limit < ALL) | (whole == 0), limited, whole))
     target = tl.where(share < 1.0, target, HIGHEST)
-    kept = sure & (before < limit) & (mass_before < target) & (value >= top + floor)
+    high = value >= lowest_kept(top, floor)
+    kept = sure & (before < limit) & (mass_before < target) & high
     within = (limit <= known) | (tl.sum(mass, 0) >= target)
-    within = within | (tl.sum((value >= top + floor).to(tl.int64) & sure.to(tl.int64), 0) < known)
+    within = within | (tl.sum((sure & high).to(tl.int64), 0) < known)
     within = within & ((limit <= known) | (limit == ALL) | (share >= 1.0))
     return kept, within | (least == LOWEST)
 
 
 @triton.jit
 def draw(keys, kept, first, second):
-    """The id of the best of the kept candidates, with noise."""
+    """The id of the best of the kept candidates, with noise; of the best one where none is kept,
+    since the largest value is no number."""
     ids = bits_and_index(keys)[1]
     key = key_of(value_of(keys) + noise(first, second, ids), ids)
-    return bits_and_index(tl.max(tl.where(kept, key, LOWEST), 0))[1]
+    best = tl.max(tl.where(kept, key, LOWEST), 0)
+    return bits_and_index(tl.where(best > LOWEST, best, tl.max(keys, 0)))[1]
 
 
 @triton.jit
@@ -216,6 +227,15 @@ def best_over_ranks(
 
 
 @triton.jit
+def _between(low, high):
+    """A key above `low` and below `high`: that of the value halfway, else halfway in their bits."""
+    lower, upper = tl.maximum(value_of(low), -1e38), tl.minimum(value_of(high), 1e38)
+    halfway = key_of(0.5 * lower + 0.5 * upper, tl.full((), LAST_INDEX, tl.int32))
+    inside = (halfway > low) & (halfway < high)
+    return tl.where(inside, halfway, (low & high) + ((low ^ high) >> 1))
+
+
+@triton.jit
 def _search(
     x, top, target, high, number, row, addresses, received, first_id, width,
     WEIGHED: tl.constexpr, PIECE: tl.constexpr,
@@ -227,47 +247,48 @@ def _search(
 
     Bisection; both ends move to the next key that there is, so that few passes suffice.
     """
-    lane = tl.arange(0, 4)
+    lane, zero = tl.arange(0, 4), tl.zeros((PIECE,), tl.int64)
     low, weight = tl.full((), LOWEST, tl.int64), tl.full((), 0, tl.int64)
     going = 1
     while going > 0:
-        middle = (low & high) + ((low ^ high) >> 1)
-        count, mass = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-        above, below = tl.full((), HIGHEST, tl.int64), tl.full((), LOWEST, tl.int64)
+        middle = _between(low, high)
+        counts, masses = zero, zero
+        above, below = zero + HIGHEST, zero + LOWEST
         for start in range(0, width, PIECE):
             at = start + tl.arange(0, PIECE)
             inside = at < width
             value = tl.load(x + at, mask=inside, other=float("-inf"))
             key = tl.where(inside, key_of(value, at + first_id), LOWEST)
             chosen = key >= middle
-            count += tl.sum((chosen & inside).to(tl.int64), 0)
-            mass += tl.sum(tl.where(chosen & inside, mass_of(value, top), 0), 0)
-            above = tl.minimum(above, tl.min(tl.where(chosen, key, HIGHEST), 0))
-            below = tl.maximum(below, tl.max(tl.where(chosen, LOWEST, key), 0))
+            counts += chosen.to(tl.int64)
+            masses += tl.where(chosen, mass_of(value, top), 0)
+            above = tl.minimum(above, tl.where(chosen, key, HIGHEST))
+            below = tl.maximum(below, tl.where(chosen, LOWEST, key))
         number += 1
-        ends = tl.where(lane == 2, above, below)
-        mine = tl.where(lane == 0, count, tl.where(lane == 1, mass, ends))
+        ends = tl.where(lane == 2, tl.min(above, 0), tl.max(below, 0))
+        mine = tl.where(lane == 1, tl.sum(masses, 0), ends)
+        mine = tl.where(lane == 0, tl.sum(counts, 0), mine)
         mine = combine_over_ranks(mine, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
-        mass, below = element(mine, lane, 1), element(mine, lane, 3)
+        mass, next_lower = element(mine, lane, 1), element(mine, lane, 3)
         heavy = (mass if WEIGHED else element(mine, lane, 0)) >= target
         weight = tl.where(heavy, mass, weight)
         low = tl.where(heavy, element(mine, lane, 2), low)
-        high = tl.where(heavy, high, below + 1)
+        high = tl.where(heavy, high, next_lower + 1)
         going = (low + 1 < high).to(tl.int32)
     return low, number, weight
 
 
 @triton.jit
 def draw_from_large(
-    x, top, limit, share, floor, whole, least, above_all, first, second,
+    x, top, limit, share, floor, whole, keys, least, first, second,
     number, row, addresses, received, first_id, width,
     PIECE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The id of a row that keeps more ids than the candidates, and the number of the last exchange.
 
-    whole: the mass of all ids, where limit is ALL. least, above_all: the keys from the known
-    candidates on are fewer than limit, and no key reaches above_all.
+    whole: the mass of all ids, where limit is ALL. keys: the candidates, of which those from
+    `least` on are surely the first of all ids, and fewer than limit.
     """
     kept = tl.full((), LOWEST, tl.int64)
     if limit < ALL:
@@ -277,19 +298,25 @@ def draw_from_large(
         )  # fmt: skip
     if share < 1.0:
         target = _target(share, whole)
+        reached = tl.sum(tl.where(keys >= least, mass_of(value_of(keys), top), 0), 0)
+        high = tl.where(reached < target, least, tl.max(keys, 0) + 1)
         by_share, number, _ = _search(
-            x, top, target, above_all, number, row, addresses, received, first_id, width,
+            x, top, target, high, number, row, addresses, received, first_id, width,
             True, PIECE, ROWS, WORDS, RANK, SIZE,
         )  # fmt: skip
         kept = tl.maximum(kept, by_share)
-    kept = tl.maximum(kept, key_of(top + floor, tl.full((), 0x7FFFFFFF, tl.int32)))
-    best = tl.full((), LOWEST, tl.int64)
+    lowest = lowest_kept(top, floor)
+    kept = tl.maximum(kept, key_of(lowest, tl.full((), LAST_INDEX, tl.int32)))
+    best = tl.full((PIECE,), LOWEST, tl.int64)
     for start in range(0, width, PIECE):
         at = start + tl.arange(0, PIECE)
         value = tl.load(x + at, mask=at < width, other=float("-inf"))
         chosen = (at < width) & (key_of(value, at + first_id) >= kept)
         noised = key_of(value + noise(first, second, at + first_id), at + first_id)
-        best = tl.maximum(best, tl.max(tl.where(chosen, noised, LOWEST), 0))
+        best = tl.maximum(best, tl.where(chosen, noised, LOWEST))
     number += 1
-    token = best_over_ranks(best, row, number, addresses, received, ROWS, WORDS, RANK, SIZE)
-    return token, number
+    token = best_over_ranks(
+        tl.max(best, 0), row, number, addresses, received, ROWS, WORDS, RANK, SIZE
+    )
+    # Where the largest value is no number, nothing reaches it.
+    return tl.where(token == LAST_INDEX, bits_and_index(tl.max(keys, 0))[1], token), number

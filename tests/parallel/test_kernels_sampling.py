@@ -187,6 +187,22 @@ def test_rows_that_are_ruled_out_nearly_or_wholly() -> None:
     assert ((got >= 0) & (got < WIDE)).all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("all_ids", [True, False])
+def test_logits_that_are_no_numbers_pick_ids_that_exist(value, all_ids, exact) -> None:
+    """And do not change the other rows."""
+    memory, rows = memory_of(SETTINGS, WIDE), rows_of(len(SETTINGS), 2)
+    logits = rand(len(SETTINGS), 2, WIDE)
+    logits[:, 0, slice(None) if all_ids else slice(7, 1400, 11)] = value
+    got = sampling.pick_ids(logits.to(DEVICE), 0, None, rows, memory.by_slot, 20, exact=exact)
+    assert ((got[0] >= 0) & (got[0] < WIDE)).all()
+    if exact:
+        want = by_definition(logits.to(DEVICE), rows, memory, EVERYTHING)
+        assert torch.equal(got[0][:, 1], want[0][:, 1])
+
+
 def test_ties_go_to_the_smaller_id() -> None:
     settings = [
         Sampling(),
