@@ -30,6 +30,7 @@ from outrider.parallel.kernels import (
     one_shot,
     pages,
     sampling,
+    scan,
     slots,
     two_shot,
 )
@@ -151,7 +152,7 @@ class CudaOps(Ops):
             keys = matmul.head_keys(flat, head, scales, drawn)
         else:
             logits = self.head_logits(flat, head, scales)
-            keys = sampling.noised_keys(logits, first_id, rows, by_slot)
+            keys = scan.noised_keys(logits, first_id, rows, by_slot)
         if buffers is None:
             ids = self.choose_pair(argmax.pair_of(keys, first_id).unsqueeze(0))
         else:

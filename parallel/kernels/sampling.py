@@ -1,13 +1,12 @@
 """Sampling in Triton, as parallel/sampling.py defines it: filters, edits and log probabilities.
 
-    logits [N, v] -> scan: edit, scale, best of each tile -> candidates: over ranks; most rows end
+    logits [N, v] -> kernels/scan.py -> candidates: the best of all ranks, which decide most rows
     -> mass: sums over all ids -> finish: rows whose kept set is large, and log probabilities
-    drafts: logits -> scan -> draft
+    drafts: logits -> kernels/scan.py -> draft
 
-Each is one launch; the last two return at once for rows that do not need them. One program has a
-row from `candidates` on, and exchanges what it needs with the same row's program on the other ranks
-as kernels/one_shot.py does. `noised_keys` is for rows that are drawn from all ids: no logit is
-stored. Shapes: B slots | R rows a slot | N = B R | v ids of this rank
+Each is one launch; mass and finish return at once for rows that need none of it. One program has a
+row, and exchanges what it needs with the same row's program on the other ranks as
+kernels/one_shot.py does. Shapes: B slots | R rows a slot | N = B R | v ids of this rank
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -16,7 +15,6 @@ stored. Shapes: B slots | R rows a slot | N = B R | v ids of this rank
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -28,7 +26,8 @@ from torch import Tensor
 from outrider.parallel.group import OneShotBuffers
 from outrider.parallel.kernels.argmax import LOWEST, bits_and_index, key_of
 from outrider.parallel.kernels.launch import after_previous, overlapped
-from outrider.parallel.kernels.noise import EXACT_SUMS, noise, position_of, row_keys, slot_of
+from outrider.parallel.kernels.noise import EXACT_SUMS, position_of, row_keys, slot_of
+from outrider.parallel.kernels.scan import DRAFT_FLOOR, TILE, is_filtered, scan, settings_of
 from outrider.parallel.kernels.selection import (
     ALL,
     LAST_INDEX,
@@ -45,34 +44,16 @@ from outrider.parallel.kernels.selection import (
     value_of,
 )
 from outrider.parallel.operands import PickRows, SlotSampling
-from outrider.parallel.sampling import CANDIDATES, DRAFT_SHARE
+from outrider.parallel.sampling import CANDIDATES
 
-TILE, PIECE = 64, 2048
-"""Logits of a tile, whose best one is kept, and of a program of `scan`."""
 MASS_PIECE, SEARCH_PIECE = 4096, 4096
 """Logits that a program of `mass`, and one of `finish`, reads at a time."""
 REPORTED = 32
 """The likeliest ids that a rank offers for log probabilities: a power of two, at least 20."""
 MOST_ROWS = 256
 """Rows of a launch, where no buffers limit them."""
-DRAFT_FLOOR = tl.constexpr(math.log(DRAFT_SHARE))
 SUM_OVER_ALL, SEARCH = tl.constexpr(1), tl.constexpr(2)
 """What a row needs after `candidates`; 0 for nothing."""
-
-
-def noised_keys(logits: Tensor, first_id: int, rows: PickRows, by_slot: SlotSampling) -> Tensor:
-    """logits [N, v] -> the keys of the best logit, scaled and with its row's noise, of each piece
-    of a row [N, pieces] int64; no slot filters or edits."""
-    num_rows, width = logits.shape
-    best = torch.empty(num_rows, triton.cdiv(width, PIECE), dtype=torch.int64, device=logits.device)
-    per_slot = num_rows // max(1, len(rows.slots))
-    if num_rows:
-        _noised_kernel[(best.shape[1], num_rows)](
-            logits, best, rows.slots, rows.last, by_slot.seed, by_slot.drawn, by_slot.scale,
-            per_slot, first_id, width, logits.stride(0), rows.shift,
-            PIECE=PIECE, **EXACT_SUMS, **overlapped(logits),
-        )  # fmt: skip
-    return best
 
 
 def pick_ids(
@@ -128,97 +109,52 @@ def _pick(
 ) -> tuple[Tensor, ...]:
     num_slots, num_rows, width = logits.shape
     n, where, flat = num_slots * num_rows, logits.device, logits.reshape(-1, width)
-    size = buffers.size if buffers else 1
-    reports, pieces = num_top is not None, triton.cdiv(width, PIECE)
-    num_tiles = pieces * (PIECE // TILE)
-    integers = partial(torch.empty, dtype=torch.int64, device=where)
-    x = torch.empty(n, width, dtype=torch.float32, device=where)
-    best, tiles = integers(n, pieces), integers(n, num_tiles)
-    raw_tiles = integers(n, num_tiles) if reports else tiles
-    merged = integers(2 * n, triton.next_power_of_2(size * max(CANDIDATES, REPORTED)))
-    facts, sums, ids = integers(n, 2), integers(n, 2), integers(num_slots, num_rows)
-    tops = torch.empty(n, 2, dtype=torch.float32, device=where)
-    top_ids = integers(num_slots, num_rows, 1 + (num_top or 0))
-    top_values = torch.empty(top_ids.shape, dtype=torch.float32, device=where)
-    settings = (
-        rows.slots, rows.last, by_slot.seed, by_slot.drawn, by_slot.top_k, by_slot.top_p,
-        by_slot.log_min_p, by_slot.reported,
-    )  # fmt: skip
-    launch: dict[str, Any] = {**EXACT_SUMS, **overlapped(logits)}
-    drafts = None if rows.drafts is None else rows.drafts.contiguous()
-    _scan_kernel[(pieces, n)](
-        flat, x, tiles, raw_tiles, best, *settings, by_slot.scale, by_slot.edited,
-        by_slot.repetition, by_slot.frequency, by_slot.presence, by_slot.banned_until,
-        by_slot.history, by_slot.bias, rows.slots if drafts is None else drafts,
-        num_rows, first_id, width, flat.stride(0), rows.shift,
-        0 if drafts is None else drafts.shape[1],
-        EXACT=exact, REPORTS=reports, PIECE=PIECE, TILE=TILE, **launch,
-    )  # fmt: skip
+    reports, integers = num_top is not None, partial(torch.empty, dtype=torch.int64, device=where)
+    made = scan(flat, first_id, rows, by_slot, exact=exact, reports=reports)
+    settings, pieces, num_tiles = (
+        settings_of(rows, by_slot),
+        made.best.shape[1],
+        made.tiles.shape[1],
+    )
+    ids = integers(num_slots, num_rows)
     exchange, places = _exchange_of(buffers, ids)
     if not exact:
         _draft_kernel[(n,)](
-            x, tiles, best, *settings, ids, *exchange,
+            made.x, made.tiles, made.best, *settings, ids, *exchange,
             num_rows, first_id, width, pieces, num_tiles,
             TILES=triton.next_power_of_2(num_tiles), PIECES=triton.next_power_of_2(pieces),
-            num_warps=4, **places, **launch,
+            num_warps=4, **places, **EXACT_SUMS, **overlapped(logits),
         )  # fmt: skip
         return (ids,)
+    size = places["SIZE"]
+    merged = integers(2 * n, triton.next_power_of_2(size * max(CANDIDATES, REPORTED)))
+    tops = torch.empty(n, 2, dtype=torch.float32, device=where)
+    top_ids = integers(num_slots, num_rows, 1 + (num_top or 0))
+    top_values = torch.empty(top_ids.shape, dtype=torch.float32, device=where)
+    facts, sums = integers(n, 2), integers(n, 2)
     outputs = (ids, merged, facts, sums, tops, top_ids, top_values)
     _candidates_kernel[(n,)](
-        flat, x, tiles, raw_tiles, best, *settings, *outputs, *exchange,
+        flat, *made, *settings, *outputs, *exchange,
         num_rows, first_id, width, flat.stride(0), rows.shift, pieces, num_tiles, num_top or 0,
         REPORTS=reports, COUNT=CANDIDATES, REPORTED=REPORTED, TILE=TILE,
         TILES=max(CANDIDATES, triton.next_power_of_2(num_tiles)),
         PIECES=triton.next_power_of_2(pieces), MERGED=triton.next_power_of_2(size * CANDIDATES),
         MERGED_TOPS=triton.next_power_of_2(size * REPORTED), STRIDE=merged.shape[1],
-        num_warps=8, **places, **launch,
+        num_warps=8, **places, **EXACT_SUMS, **overlapped(logits),
     )  # fmt: skip
     _mass_kernel[(triton.cdiv(width, MASS_PIECE), n)](
-        flat, x, rows.slots, by_slot.reported, facts, sums, tops, num_rows, width, flat.stride(0),
-        REPORTS=reports, PIECE=MASS_PIECE, **launch,
+        flat, made.x, rows.slots, by_slot.reported, facts, sums, tops,
+        num_rows, width, flat.stride(0),
+        REPORTS=reports, PIECE=MASS_PIECE, **EXACT_SUMS, **overlapped(logits),
     )  # fmt: skip
     _finish_kernel[(n,)](
-        flat, x, *settings, *outputs, *exchange,
+        flat, made.x, *settings, *outputs, *exchange,
         num_rows, first_id, width, flat.stride(0), rows.shift, num_top or 0,
         REPORTS=reports, MERGED=triton.next_power_of_2(size * CANDIDATES),
         STRIDE=merged.shape[1], TOPS=REPORTED, PIECE=SEARCH_PIECE, num_warps=16,
-        **places, **launch,
+        **places, **EXACT_SUMS, **overlapped(logits),
     )  # fmt: skip
     return (ids, top_ids, top_values) if reports else (ids,)
-
-
-@triton.jit
-def _noised(x, drawn, seed, position, ids):
-    """x, with noise where the row is drawn."""
-    if drawn:
-        first, second = row_keys(seed, position)
-        x = x + noise(first, second, ids)
-    return x
-
-
-@triton.jit(do_not_specialize=["R", "first_id", "shift"])
-def _noised_kernel(
-    logits, best, slots, last, seed, drawn, scale, R, first_id, width, stride, shift,
-    PIECE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program a piece of a row."""
-    after_previous(PDL)
-    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot, at = slot_of(slots, row, R, True), piece * PIECE + tl.arange(0, PIECE)
-    x = tl.load(logits + row * stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
-    position = position_of(last, row, shift, R, True)
-    x = x * tl.load(scale + slot)
-    x = _noised(x, tl.load(drawn + slot), tl.load(seed + slot), position, at + first_id)
-    key = tl.where(at < width, key_of(x, at), LOWEST)
-    tl.store(best + row * tl.num_programs(0) + piece, tl.max(key, 0))
-
-
-@triton.jit
-def _is_filtered(slot, drawn, top_k, top_p, log_min_p):
-    """Whether the slot draws from some of the ids only."""
-    some = (tl.load(top_k + slot) > 0) | (tl.load(top_p + slot) < 1.0)
-    some = some | (tl.load(log_min_p + slot) > float("-inf"))
-    return tl.load(drawn + slot) & some
 
 
 @triton.jit
@@ -226,60 +162,6 @@ def _filters(slot, top_k, top_p, log_min_p):
     """How many ids the slot keeps at most, which share of the mass, and how far below the top."""
     limit = tl.load(top_k + slot)
     return tl.where(limit > 0, limit, ALL), tl.load(top_p + slot), tl.load(log_min_p + slot)
-
-
-@triton.jit(do_not_specialize=["R", "first_id", "shift", "num_drafts"])
-def _scan_kernel(
-    logits, x, tiles, raw_tiles, best,
-    slots, last, seed, drawn, top_k, top_p, log_min_p, reported,
-    scale, edited, repetition, frequency, presence, banned_until, history, bias, drafts,
-    R, first_id, width, stride, shift, num_drafts,
-    EXACT: tl.constexpr, REPORTS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One program a piece of a row: x, the key of the best x of each tile, and where nothing is
-    filtered that of the best x with noise. With REPORTS also those of the best logits."""
-    after_previous(PDL)
-    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot, position = slot_of(slots, row, R, True), position_of(last, row, shift, R, True)
-    at = piece * PIECE + tl.arange(0, PIECE)
-    inside = at < width
-    raw = tl.load(logits + row * stride + at, mask=inside, other=float("-inf")).to(tl.float32)
-    value = raw
-    if tl.load(edited + slot):
-        table = slot * width + at
-        marks = tl.load(history + table, mask=inside, other=0)
-        count = marks >> 2
-        for i in range(tl.minimum(shift + row % R, num_drafts)):
-            draft = tl.load(drafts + row // R * num_drafts + i) - first_id
-            count += (at == draft).to(tl.int32)
-        factor = tl.load(repetition + slot)
-        repeated = tl.where(value > 0.0, tl.div_rn(value, factor), value * factor)
-        value = tl.where((count > 0) | ((marks & 1) > 0), repeated, value)
-        value = value - tl.load(frequency + slot) * count.to(tl.float32)
-        value = value - tl.load(presence + slot) * (count > 0).to(tl.float32)
-        value = value + tl.load(bias + table, mask=inside, other=0.0)
-        banned = ((marks & 2) > 0) & (position < tl.load(banned_until + slot))
-        value = tl.where(banned, float("-inf"), value)
-    value = value * tl.load(scale + slot)
-    tl.store(x + row * width + at, value, mask=inside)
-    each = tl.arange(0, PIECE // TILE)
-    of_tile = (row * tl.num_programs(0) + piece) * (PIECE // TILE) + each
-    key = tl.where(inside, key_of(value, at), LOWEST)
-    tl.store(tiles + of_tile, tl.max(tl.reshape(key, (PIECE // TILE, TILE)), 1))
-    if REPORTS:  # noqa: SIM102 (Triton)
-        if tl.load(reported + slot):
-            key = tl.where(inside, key_of(raw, at), LOWEST)
-            tl.store(raw_tiles + of_tile, tl.max(tl.reshape(key, (PIECE // TILE, TILE)), 1))
-    filtered = _is_filtered(slot, drawn, top_k, top_p, log_min_p)
-    if filtered & (not EXACT):
-        floor = tl.maximum(tl.load(log_min_p + slot), DRAFT_FLOOR)
-        value = tl.where(value >= tl.max(value, 0) + floor, value, float("-inf"))
-        filtered = False
-    if not filtered:
-        value = _noised(value, tl.load(drawn + slot), tl.load(seed + slot), position, at + first_id)
-        key = tl.where(inside, key_of(value, at), LOWEST)
-        tl.store(best + row * tl.num_programs(0) + piece, tl.max(key, 0))
 
 
 @triton.jit(do_not_specialize=["R", "first_id", "pieces", "num_tiles"])
@@ -300,7 +182,7 @@ def _draft_kernel(
     at, of_tile = tl.arange(0, PIECES), tl.arange(0, TILES)
     keys = tl.load(best + row * pieces + at, mask=at < pieces, other=LOWEST)
     bits, index = bits_and_index(keys)
-    if _is_filtered(slot, drawn, top_k, top_p, log_min_p):
+    if is_filtered(slot, drawn, top_k, top_p, log_min_p):
         value = tl.load(x + row * width + index, mask=index < width, other=float("-inf"))
         tops = tl.load(tiles + row * num_tiles + of_tile, mask=of_tile < num_tiles, other=LOWEST)
         number += 1
@@ -368,7 +250,7 @@ def _candidates_kernel(
     if SIZE > 1:
         number = tl.load(sequence + row)
     need = tl.full((), 0, tl.int32)
-    if _is_filtered(slot, drawn, top_k, top_p, log_min_p):
+    if is_filtered(slot, drawn, top_k, top_p, log_min_p):
         mine = best_of_row(
             x + row * width, tiles + row * num_tiles, merged + row * STRIDE, width, num_tiles,
             first_id, COUNT, TILE, TILES,

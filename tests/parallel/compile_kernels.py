@@ -31,6 +31,7 @@ from outrider.parallel.kernels import (
     one_shot,
     pages,
     sampling,
+    scan,
     slots,
     two_shot,
 )
@@ -167,7 +168,7 @@ def sampled(batch: int, num_rows: int) -> None:
         sampling.pick_ids(logits, 0, group, rows, by_slot, 20, exact=True)
         sampling.pick_ids(logits[:, :1], 0, group, rows, by_slot, None, exact=False)
     flat, drawn = logits.flatten(0, 1), matmul.Sampled(0, num_rows, rows, by_slot)
-    sampling.noised_keys(flat, 0, rows, by_slot)
+    scan.noised_keys(flat, 0, rows, by_slot)
     slots.count_tokens(by_slot.history, ints(batch), ints(batch, X), ints(batch), 0)
     if len(flat) <= matmul.MAX_ROWS:
         small, scales = bf16(4096, H).to(torch.float8_e4m3fn), torch.zeros(4096)
@@ -202,6 +203,7 @@ def kernels() -> Iterator[str]:
         one_shot,
         pages,
         sampling,
+        scan,
         slots,
         two_shot,
     ):

@@ -21,7 +21,7 @@ from outrider.model.step import Join, Sampling
 from outrider.parallel import sampling as defined
 from outrider.parallel.device import Device
 from outrider.parallel.group import Group, OneShotBuffers, alone
-from outrider.parallel.kernels import matmul, noise, sampling
+from outrider.parallel.kernels import matmul, noise, sampling, scan
 from outrider.parallel.kernels.argmax import pair_of
 from outrider.parallel.operands import PickRows, SamplingFeatures
 from outrider.parallel.ops import Ops
@@ -237,7 +237,7 @@ def test_the_head_draws_while_it_scores(num_rows: int, fp8: bool) -> None:
     logits = matmul.head_logits(x, w, scales)
     how = matmul.Sampled(0, 1, rows, memory.by_slot)
     fused = pair_of(matmul.head_keys(x, w, scales, how), 0)
-    apart = pair_of(sampling.noised_keys(logits, 0, rows, memory.by_slot), 0)
+    apart = pair_of(scan.noised_keys(logits, 0, rows, memory.by_slot), 0)
     assert torch.equal(fused, apart)
     if not fp8:
         close = torch.nn.functional.linear(x.float(), w.float())

@@ -290,17 +290,16 @@ def test_logits_that_are_no_numbers_hang_nothing_and_leave_other_rows_alone(
     assert tokens[2::3] == by_hand[2::3]
 
 
-def test_drafts_are_cut_where_the_offers_end_and_ranks_agree() -> None:
-    """Not exact: of the 300 that top_k keeps only those are left that two ranks surely know."""
-    logits = rows_of("flat", 1).expand(600, -1).unsqueeze(0)
-    how = [Sampling(temperature=3.0, seed=5, top_k=300)]
-    exact = set(pick_rows(logits, how, [0], 2).flatten().tolist())
-    cut = set(pick_rows(logits, how, [0], 2, exact=False).flatten().tolist())
-    by_value = logits[0, 0].sort(descending=True).indices.tolist()
-    assert CANDIDATES <= len(cut) <= 2 * CANDIDATES
-    assert cut == set(by_value[: len(cut)])
-    assert len(exact) > 2 * CANDIDATES
-    assert exact <= set(by_value[:300])
+def test_drafts_of_filtered_rows_are_near_the_likeliest_id_and_ranks_agree() -> None:
+    """Not exact: whatever the filters are, an id with 2 % of the largest probability is left."""
+    logits = (3 * rows_of("flat", 1)).expand(600, -1).unsqueeze(0)
+    how = [Sampling(temperature=1.0, seed=5, top_k=300)]
+    exact = pick_rows(logits, how, [0], 2).flatten()
+    near = pick_rows(logits, how, [0], 2, exact=False).flatten()
+    assert torch.equal(near, pick_rows(logits, how, [0], 1, exact=False).flatten())
+    shares = logits[0, 0].softmax(0)
+    assert shares[near].min() >= 0.02 * shares.max() > shares[exact].min()
+    assert 0.5 < (near == exact).float().mean() < 1.0
 
 
 def test_noise_is_finite_where_its_random_number_is_extreme() -> None:
