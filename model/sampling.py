@@ -37,10 +37,9 @@ Each slot's own settings say what is done for it, and the host drops what nobody
 
 def features_of(samplings: Sequence[Sampling]) -> SamplingFeatures:
     """What these requests need together."""
-    drawn = [sampling for sampling in samplings if sampling.temperature > 0]
     return SamplingFeatures(
-        drawn=bool(drawn),
-        filtered=any(sampling.filters for sampling in drawn),
+        drawn=any(sampling.draws for sampling in samplings),
+        filtered=any(sampling.filters for sampling in samplings),
         edited=any(sampling.edits for sampling in samplings),
         logprobs=MAX_LOGPROBS if any(s.logprobs is not None for s in samplings) else None,
     )
@@ -96,7 +95,7 @@ class SamplingMemory:
         """Take over a request's settings; does nothing where one that only wants its likeliest
         tokens follows another."""
         slot, sampling = join.slot, join.sampling
-        drawn = sampling.temperature > 0
+        drawn = sampling.draws
         reported = sampling.logprobs is not None
         if drawn or sampling.edits or reported:
             self._neutral.discard(slot)

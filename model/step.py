@@ -15,6 +15,7 @@ MAX_DRAFT_TOKENS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
+SMALLEST_TOP_P = 1e-6
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,9 +107,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return neutral != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn. A kept set of one token is the likeliest: no vocabulary is so
+        large that its likeliest token has less than SMALLEST_TOP_P."""
+        return self.temperature > 0 and self.top_k != 1 and self.top_p > SMALLEST_TOP_P
+
+    @property
     def filters(self) -> bool:
-        """Whether a token is drawn from some of the tokens only."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        """Whether tokens are drawn from some of the tokens only."""
+        return self.draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
