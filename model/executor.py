@@ -143,6 +143,7 @@ class MtpDrafter:
             last=gathered.length,
             shift=len(drafts),
             drafts=torch.stack(drafts, 1) if drafts and features.edited else None,
+            noise=gathered.noise,
         )
         by_slot = self.slots.sampling.by_slot
         return self.head.pick(hidden, rows, by_slot, features, exact=False)[0].squeeze(1)
@@ -270,8 +271,13 @@ class Executor:
         return run("verify", lambda: self._verify(batch, gathered, drafts))
 
     def _gather_slots(self, batch: DecodeBatch) -> GatheredSlots:
-        table = self.slots.block_table[:, : batch.num_pages]
-        return self.device.ops.gather_slots(batch.slots, self.memory, table, batch.max_kept)
+        table, ops = self.slots.block_table[:, : batch.num_pages], self.device.ops
+        gathered = ops.gather_slots(batch.slots, self.memory, table, batch.max_kept)
+        if not batch.features.drawn:
+            return gathered
+        memory, num_rows = self.slots.sampling, batch.num_drafts + 1
+        noise = ops.noise_ahead(batch.slots, gathered.length, num_rows, memory.by_slot, memory.ids)
+        return replace(gathered, noise=noise)
 
     def _verify(
         self, batch: DecodeBatch, gathered: GatheredSlots, drafts: Tensor
@@ -290,7 +296,7 @@ class Executor:
         )
         tokens = torch.cat((gathered.last.unsqueeze(1), drafts), 1)
         hidden = self.target(tokens, rows)
-        targets, *log_probs = self._pick(hidden, batch, gathered.length, drafts)
+        targets, *log_probs = self._pick(hidden, batch, gathered, drafts)
         if self.check_drafts is not None:
             drafts = self.check_drafts(drafts, targets)
         kept = self.device.ops.accept_commit(
@@ -301,16 +307,17 @@ class Executor:
         return (targets, kept, *log_probs)
 
     def _pick(
-        self, hidden: Tensor, batch: DecodeBatch, length: Tensor, drafts: Tensor
+        self, hidden: Tensor, batch: DecodeBatch, gathered: GatheredSlots, drafts: Tensor
     ) -> tuple[Tensor, ...]:
         """The target's own token of every row [B, R]; then log probabilities as in iterate.
 
-        hidden [B, R, H]; length [B]: position of each slot's first row; drafts [B, K]: the tokens
-        in its other rows.
+        hidden [B, R, H]; drafts [B, K]: the tokens in the rows after each slot's first.
         """
         if batch.features == NO_FEATURES:
             return (self.head.greedy(hidden.flatten(0, 1)).view(hidden.shape[:2]),)
-        rows = PickRows(slots=batch.slots, last=length, drafts=drafts)
+        rows = PickRows(
+            slots=batch.slots, last=gathered.length, drafts=drafts, noise=gathered.noise
+        )
         return self.head.pick(hidden, rows, self.slots.sampling.by_slot, batch.features)
 
     def _count_tokens(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:

@@ -128,6 +128,8 @@ class GatheredSlots:
     """[B, width, H]"""
     table: Tensor
     """[B, N] int64: pages of each slot."""
+    noise: Tensor | None = None
+    """[B, K+1, v] float32: PickRows.noise of the iteration's passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +193,9 @@ class PickRows:
     drafts: Tensor | None = None
     """[B, J] int64: the tokens after that, of which row r has seen the first shift + r. None where
     no row has seen one, or where no logits are edited."""
+    noise: Tensor | None = None
+    """[B, J, v] float32: the noise of the tokens after that, of which row r adds index shift + r;
+    None where the operation makes it (Ops.noise_ahead)."""
 
 
 @dataclass(frozen=True, slots=True)

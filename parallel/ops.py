@@ -284,8 +284,12 @@ class Ops:
         ids = torch.arange(first_id, first_id + width, device=x.device)
         noised = x
         if features.drawn:
-            positions = sampling.positions_of(rows, num_rows).flatten()
-            noise = sampling.gumbel(by_slot.seed[slots], positions, ids)
+            noise = rows.noise
+            if noise is None:
+                count = rows.shift + num_rows
+                noise = Ops.noise_ahead(self, rows.slots, rows.last, count, by_slot, ids)
+                assert noise is not None, "the definition makes noise ahead"
+            noise = noise[:, rows.shift : rows.shift + num_rows].flatten(0, 1)
             noised = torch.where(by_slot.drawn[slots].unsqueeze(1), x + noise, x)
         if features.filtered and exact:
             keys = sampling.order_keys(x, ids)
@@ -302,6 +306,19 @@ class Ops:
             logits.flatten(0, 1), tokens, features.logprobs, first_id, group
         )
         return (picked, *(part.unflatten(0, (num_slots, num_rows)) for part in reported))
+
+    def noise_ahead(
+        self, slots: Tensor, last: Tensor, num_rows: int, by_slot: SlotSampling, ids: Tensor
+    ) -> Tensor | None:
+        """The noise of ids [v] for the num_rows tokens after position `last` [B] of slots [B] ->
+        [B, num_rows, v] float32; None where the kernels that pick ids make it themselves.
+
+        The drafts of an iteration and the rows that judge them have the same noise.
+        """
+        positions = last.unsqueeze(1) + torch.arange(1, num_rows + 1, device=last.device)
+        seeds = by_slot.seed[slots].unsqueeze(1).expand_as(positions)
+        noise = sampling.gumbel(seeds.flatten(), positions.flatten(), ids)
+        return noise.unflatten(0, positions.shape)
 
     def count_tokens(
         self, history: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor, first_id: int

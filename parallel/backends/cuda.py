@@ -161,6 +161,11 @@ class CudaOps(Ops):
             ids = ids[0] if len(ids) == 1 else torch.cat(ids)
         return (ids.view(hidden.shape[:2]),)
 
+    def noise_ahead(
+        self, slots: Tensor, last: Tensor, num_rows: int, by_slot: SlotSampling, ids: Tensor
+    ) -> Tensor | None:
+        return None
+
     def head_logits(self, hidden: Tensor, head: Tensor, scales: Tensor | None) -> Tensor:
         if not _few_bf16(hidden):
             return super().head_logits(hidden, head, scales)
