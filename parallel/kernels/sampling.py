@@ -111,12 +111,8 @@ def _pick(
     n, where, flat = num_slots * num_rows, logits.device, logits.reshape(-1, width)
     reports, integers = num_top is not None, partial(torch.empty, dtype=torch.int64, device=where)
     made = scan(flat, first_id, rows, by_slot, exact=exact, reports=reports)
-    settings, pieces, num_tiles = (
-        settings_of(rows, by_slot),
-        made.best.shape[1],
-        made.tiles.shape[1],
-    )
-    ids = integers(num_slots, num_rows)
+    pieces, num_tiles = made.best.shape[1], made.tiles.shape[1]
+    settings, ids = settings_of(rows, by_slot), integers(num_slots, num_rows)
     exchange, places = _exchange_of(buffers, ids)
     if not exact:
         _draft_kernel[(n,)](
@@ -181,8 +177,8 @@ def _draft_kernel(
         number = tl.load(sequence + row)
     at, of_tile = tl.arange(0, PIECES), tl.arange(0, TILES)
     keys = tl.load(best + row * pieces + at, mask=at < pieces, other=LOWEST)
-    bits, index = bits_and_index(keys)
     if is_filtered(slot, drawn, top_k, top_p, log_min_p):
+        index = bits_and_index(keys)[1]
         value = tl.load(x + row * width + index, mask=index < width, other=float("-inf"))
         tops = tl.load(tiles + row * num_tiles + of_tile, mask=of_tile < num_tiles, other=LOWEST)
         number += 1

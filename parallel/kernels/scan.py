@@ -54,7 +54,10 @@ def scan(
     exact: bool,
     reports: bool,
 ) -> Scanned:
-    """The first pass over the logits [N, v] of all rows; exact: not for drafts."""
+    """The first pass over the logits [N, v] of all rows, of which there is one at least.
+
+    exact: the rows are the target's, not drafts; reports: some of them report log probabilities.
+    """
     (num_rows, width), where = logits.shape, logits.device
     pieces, per_slot = triton.cdiv(width, PIECE), num_rows // len(rows.slots)
     tiles = torch.empty(num_rows, pieces * (PIECE // TILE), dtype=torch.int64, device=where)
