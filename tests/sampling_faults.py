@@ -23,9 +23,9 @@ SAMPLING_FAULTS = (
     ),
     Fault(
         "random number of another position",
-        SAMPLING,
-        "(ahead + rows.shift + 1)",
-        "(ahead + rows.shift)",
+        OPS,
+        "torch.arange(1, num_rows + 1, device=last.device)",
+        "torch.arange(num_rows, device=last.device)",
         EDITS + "the_oracle_draws_the_same",
     ),
     Fault(
