@@ -226,7 +226,7 @@ class BatchPacker:
             tokens.append(_padded(prompt[span.start : span.stop], width))
             following.append(_padded(prompt[span.start + 1 : span.stop + 1], width))
         ends = [i for i, span in enumerate(spans) if span.ends_prompt]
-        samplings = [spans[i].request.sampling for i in ends]
+        features = features_of([spans[i].request.sampling for i in ends])
         longest = max(span.stop for span in spans)
         return PromptChunk(
             slots=self._ints([span.request.slot for span in spans]),
@@ -237,7 +237,8 @@ class BatchPacker:
             draft_counts=self._ints([span.count - span.ends_prompt for span in spans]),
             ends=self._ints(ends) if ends else None,
             num_pages=pages_for(longest, self.run.page_tokens),
-            features=features_of(samplings),
+            # The kernels of these variants alone are there from the start.
+            features=captured_as(features) if self.device.capabilities.sampled_graphs else features,
             host_lengths=[longest] if self.device.capabilities.host_lengths else None,
         )
 

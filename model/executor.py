@@ -276,7 +276,9 @@ class Executor:
         if not batch.features.drawn:
             return gathered
         memory, num_rows = self.slots.sampling, batch.num_drafts + 1
-        noise = ops.noise_ahead(batch.slots, gathered.length, num_rows, memory.by_slot, memory.ids)
+        noise = ops.noise_ahead(
+            batch.slots, gathered.length, num_rows, memory.by_slot, memory.first_id
+        )
         return replace(gathered, noise=noise)
 
     def _verify(

@@ -59,8 +59,6 @@ class SamplingMemory:
         where, self._send = device.torch_device, device.send
         self.width = vocab_size // device.tp.size
         self.first_id = device.tp.rank * self.width
-        self.ids = torch.arange(self.first_id, self.first_id + self.width, device=where)
-        """The ids of this rank [v] int64."""
         self.integers = torch.zeros(3, num_slots, dtype=torch.int64, device=where)
         self.numbers = torch.zeros(6, num_slots, device=where)
         self.flags = torch.zeros(3, num_slots, dtype=torch.bool, device=where)

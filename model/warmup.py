@@ -25,6 +25,7 @@ def warm_up(runner: Runner) -> None:
     for _ in range(2 if runner.device.capabilities.graphs else 1):
         for width in runner.prefill_policy.widths or (MIN_CAPTURED_ROWS,):
             _answer(runner, width, Sampling())
+        _answer(runner, 1, Sampling(temperature=1.0))
         _answer(runner, 1, Sampling(temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=1))
         _run_captured_shapes(runner)
 

@@ -281,18 +281,15 @@ class Ops:
             edited = sampling.edit(logits, rows, by_slot, first_id)
         slots = rows.slots.repeat_interleave(num_rows)
         x = edited.flatten(0, 1) * by_slot.scale[slots].unsqueeze(1)
-        ids = torch.arange(first_id, first_id + width, device=x.device)
         noised = x
         if features.drawn:
-            noise = rows.noise
+            noise, end = rows.noise, rows.shift + num_rows
             if noise is None:
-                count = rows.shift + num_rows
-                noise = Ops.noise_ahead(self, rows.slots, rows.last, count, by_slot, ids)
-                assert noise is not None, "the definition makes noise ahead"
-            noise = noise[:, rows.shift : rows.shift + num_rows].flatten(0, 1)
+                noise = sampling.noise_after(rows.slots, rows.last, end, by_slot, first_id)
+            noise = noise[:, rows.shift : end].flatten(0, 1)
             noised = torch.where(by_slot.drawn[slots].unsqueeze(1), x + noise, x)
         if features.filtered and exact:
-            keys = sampling.order_keys(x, ids)
+            keys = sampling.order_keys(x, sampling.ids_from(first_id, width, x.device))
             first = sampling.kept_from(x, keys, slots, by_slot, group)
             noised = noised.masked_fill(keys < first.unsqueeze(1), float("-inf"))
         elif features.filtered:
@@ -308,17 +305,11 @@ class Ops:
         return (picked, *(part.unflatten(0, (num_slots, num_rows)) for part in reported))
 
     def noise_ahead(
-        self, slots: Tensor, last: Tensor, num_rows: int, by_slot: SlotSampling, ids: Tensor
+        self, slots: Tensor, last: Tensor, num_rows: int, by_slot: SlotSampling, first_id: int
     ) -> Tensor | None:
-        """The noise of ids [v] for the num_rows tokens after position `last` [B] of slots [B] ->
-        [B, num_rows, v] float32; None where the kernels that pick ids make it themselves.
-
-        The drafts of an iteration and the rows that judge them have the same noise.
-        """
-        positions = last.unsqueeze(1) + torch.arange(1, num_rows + 1, device=last.device)
-        seeds = by_slot.seed[slots].unsqueeze(1).expand_as(positions)
-        noise = sampling.gumbel(seeds.flatten(), positions.flatten(), ids)
-        return noise.unflatten(0, positions.shape)
+        """PickRows.noise for the passes of an iteration, whose drafts and the rows that judge them
+        have the same: as sampling.noise_after. None where pick_ids makes it as it goes."""
+        return sampling.noise_after(slots, last, num_rows, by_slot, first_id)
 
     def count_tokens(
         self, history: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor, first_id: int

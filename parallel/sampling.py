@@ -11,6 +11,7 @@ definition in plain torch. Shapes: B slots | R rows a slot | N = B R | v ids of 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -81,6 +82,23 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     u = (bits.to(torch.int64) & _MASK).to(torch.float32)
     u = ((u + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
+
+
+@cache
+def ids_from(first_id: int, width: int, device: torch.device) -> Tensor:
+    """The ids of a rank's slice [width] int64."""
+    return torch.arange(first_id, first_id + width, device=device)
+
+
+def noise_after(
+    slots: Tensor, last: Tensor, num_rows: int, sampling: SlotSampling, first_id: int
+) -> Tensor:
+    """The noise of this rank's ids for the num_rows tokens after position `last` [B] of slots [B]
+    -> [B, num_rows, v] float32."""
+    positions = last.unsqueeze(1) + torch.arange(1, num_rows + 1, device=last.device)
+    seeds = sampling.seed[slots].unsqueeze(1).expand_as(positions)
+    ids = ids_from(first_id, sampling.bias.shape[1], last.device)
+    return gumbel(seeds.flatten(), positions.flatten(), ids).unflatten(0, positions.shape)
 
 
 def order_keys(x: Tensor, ids: Tensor) -> Tensor:
@@ -260,7 +278,7 @@ def log_probs(
     vocabulary smaller than num_top it is all of them.
     """
     width = logits.shape[1]
-    keys = order_keys(logits, torch.arange(first_id, first_id + width, device=logits.device))
+    keys = order_keys(logits, ids_from(first_id, width, logits.device))
     best = group.all_gather(keys.topk(min(num_top, width)).values)
     best = best.transpose(0, 1).flatten(1).sort(descending=True).values[:, :num_top]
     values = value_of(best)

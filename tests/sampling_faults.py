@@ -23,7 +23,7 @@ SAMPLING_FAULTS = (
     ),
     Fault(
         "random number of another position",
-        OPS,
+        SAMPLING,
         "torch.arange(1, num_rows + 1, device=last.device)",
         "torch.arange(num_rows, device=last.device)",
         EDITS + "the_oracle_draws_the_same",

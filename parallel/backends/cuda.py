@@ -162,7 +162,7 @@ class CudaOps(Ops):
         return (ids.view(hidden.shape[:2]),)
 
     def noise_ahead(
-        self, slots: Tensor, last: Tensor, num_rows: int, by_slot: SlotSampling, ids: Tensor
+        self, slots: Tensor, last: Tensor, num_rows: int, by_slot: SlotSampling, first_id: int
     ) -> Tensor | None:
         return None
 

@@ -153,7 +153,7 @@ def head_keys(
     x: Tensor, w: Tensor, scales: Tensor | None = None, sampled: Sampled | None = None
 ) -> Tensor:
     """As argmax.top_keys of the logits of head_top_pair or, with scales, of head_top_pair_fp8;
-    sampled: as sampling.noised_keys of them."""
+    sampled: as scan.noised_keys of them."""
     return _launch_head(x, w, scales, None, sampled)
 
 

@@ -109,6 +109,8 @@ def _pick(
 ) -> tuple[Tensor, ...]:
     num_slots, num_rows, width = logits.shape
     n, where, flat = num_slots * num_rows, logits.device, logits.reshape(-1, width)
+    assert num_top is None or num_top <= REPORTED
+    assert buffers is None or 2 * max(CANDIDATES, REPORTED) <= buffers.words
     reports, integers = num_top is not None, partial(torch.empty, dtype=torch.int64, device=where)
     made = scan(flat, first_id, rows, by_slot, exact=exact, reports=reports)
     pieces, num_tiles = made.best.shape[1], made.tiles.shape[1]

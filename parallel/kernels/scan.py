@@ -24,11 +24,13 @@ from outrider.parallel.kernels.argmax import LOWEST, key_of
 from outrider.parallel.kernels.launch import after_previous, overlapped
 from outrider.parallel.kernels.noise import EXACT_SUMS, noise, position_of, row_keys, slot_of
 from outrider.parallel.operands import PickRows, SlotSampling
-from outrider.parallel.sampling import DRAFT_SHARE
+from outrider.parallel.sampling import BANNED, COUNT_SHIFT, DRAFT_SHARE, IN_PROMPT
 
 TILE, PIECE = 64, 2048
 """Logits of a tile, whose best one is kept, and of a program."""
 DRAFT_FLOOR = tl.constexpr(math.log(DRAFT_SHARE))
+PROMPT_BIT, BAN_BIT = tl.constexpr(IN_PROMPT), tl.constexpr(BANNED)
+SHIFT = tl.constexpr(COUNT_SHIFT)
 
 
 class Scanned(NamedTuple):
@@ -157,17 +159,17 @@ def _scan_kernel(
     if tl.load(edited + slot):
         table = slot * width + at
         marks = tl.load(history + table, mask=inside, other=0)
-        count = marks >> 2
+        count = marks >> SHIFT
         for i in range(tl.minimum(shift + row % R, num_drafts)):
             draft = tl.load(drafts + row // R * num_drafts + i) - first_id
             count += (at == draft).to(tl.int32)
         factor = tl.load(repetition + slot)
         repeated = tl.where(value > 0.0, tl.div_rn(value, factor), value * factor)
-        value = tl.where((count > 0) | ((marks & 1) > 0), repeated, value)
+        value = tl.where((count > 0) | ((marks & PROMPT_BIT) > 0), repeated, value)
         value = value - tl.load(frequency + slot) * count.to(tl.float32)
         value = value - tl.load(presence + slot) * (count > 0).to(tl.float32)
         value = value + tl.load(bias + table, mask=inside, other=0.0)
-        banned = ((marks & 2) > 0) & (position < tl.load(banned_until + slot))
+        banned = ((marks & BAN_BIT) > 0) & (position < tl.load(banned_until + slot))
         value = tl.where(banned, float("-inf"), value)
     value = value * tl.load(scale + slot)
     tl.store(x + row * width + at, value, mask=inside)

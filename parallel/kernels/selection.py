@@ -17,11 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from outrider.parallel import sampling
 from outrider.parallel.kernels.argmax import LOWEST, bits_and_index, key_of
 from outrider.parallel.kernels.noise import noise
 from outrider.parallel.kernels.one_shot import receive_words, send_words
 
-MASS_UNIT = tl.constexpr(1099511627776.0)
+MASS_UNIT = tl.constexpr(sampling.MASS_UNIT)
 LOWEST_BITS = tl.constexpr(-(1 << 31))
 ALL, HIGHEST = tl.constexpr(1 << 40), tl.constexpr((1 << 63) - 1)
 LAST_INDEX = tl.constexpr(0x7FFFFFFF)

@@ -20,9 +20,12 @@ from torch import Tensor
 
 from outrider.parallel.kernels.launch import after_previous, overlapped
 from outrider.parallel.operands import GatheredSlots, SlotMemory
+from outrider.parallel.sampling import COUNT_SHIFT
 
 PAGE_PIECE = 128
 """Page numbers that one step of gather_slots copies."""
+ONE_MORE = tl.constexpr(1 << COUNT_SHIFT)
+"""What SlotSampling.history grows by with a token."""
 COPY_PIECE = 1024
 """Elements of a row's hidden that one step copies."""
 
@@ -158,4 +161,4 @@ def _count_kernel(
     counted = at < tl.minimum(tl.load(counts + b), num_rows)
     local = tl.load(tokens + b * stride + at, mask=counted, other=0) - first_id
     counted = counted & (local >= 0) & (local < width)
-    tl.atomic_add(history + tl.load(slots + b) * width + local, 4, mask=counted)
+    tl.atomic_add(history + tl.load(slots + b) * width + local, ONE_MORE, mask=counted)

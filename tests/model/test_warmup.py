@@ -12,6 +12,7 @@ import pytest
 from outrider.model.runner import Runner
 from outrider.model.step import Sampling
 from outrider.model.warmup import warm_up
+from outrider.parallel.vocab import LMHead
 from tests import checkpoints
 from tests.graphs import record
 from tests.ranks import Output, Team, serve
@@ -85,6 +86,28 @@ def test_no_client_causes_a_capture(folder, alone: list[Output], auto_depth: boo
         assert (out.tokens, out.finish) == (expected.tokens, expected.finish)
         assert_same_logprobs(out, expected)
     assert sum(out.drafted for out in outs) > 100
+
+
+def test_no_client_asks_the_head_for_what_was_not_warm(
+    folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is compiled for what it has to do, so first tokens too come in few variants."""
+    asked: set[tuple[object, ...]] = set()
+    pick = LMHead.pick
+
+    def noting(head, hidden, rows, by_slot, features, *, exact=True):
+        asked.add((hidden.shape[1], features, exact))
+        return pick(head, hidden, rows, by_slot, features, exact=exact)
+
+    monkeypatch.setattr(LMHead, "pick", noting)
+    runner = runner_of(folder)
+    record(runner)
+    warm_up(runner)
+    warm = set(asked)
+    assert len({features for _, features, _ in warm}) == 3  # drawn, all, and all of a draft
+    for request in requests():
+        serve(runner, [request])
+    assert asked == warm
 
 
 def assert_same_logprobs(out: Output, expected: Output) -> None:

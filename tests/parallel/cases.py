@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+import torch.multiprocessing
 from torch import Tensor
 
 from outrider.parallel.operands import Rows, SlotMemory
@@ -35,6 +39,25 @@ def close(got: Tensor, want: Tensor, float32: float = 2e-6) -> None:
     near = float32 if want.dtype == torch.float32 else BFLOAT16_TOLERANCE
     error = (got.float() - want.float()).abs()
     assert (error <= near * (1.0 + want.float().abs())).all(), error.max()
+
+
+def run_ranks(work: Callable[..., None], ranks: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Run work(rank, *ranks[rank], queue) in a process for each rank; -> what each of them put on
+    the queue, as (rank, result)."""
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [
+        context.Process(target=work, args=(rank, *arguments, queue))
+        for rank, arguments in enumerate(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        results = dict(queue.get(timeout=240) for _ in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    return [results[rank] for rank in range(len(ranks))]
 
 
 def written_rows(cos: Tensor, sin: Tensor, kv_index: Tensor) -> Rows:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing
 
 pytest.importorskip("triton")
 
@@ -20,7 +19,7 @@ from outrider.parallel.group import Group, OneShotBuffers, TwoShotBuffers
 from outrider.parallel.kernels import matmul, one_shot, two_shot
 from outrider.parallel.kernels.argmax import top_keys
 from outrider.parallel.ops import Ops
-from tests.parallel.cases import DEVICE, EPS, close, rand
+from tests.parallel.cases import DEVICE, EPS, close, rand, run_ranks
 
 ROWS, WORDS = 8, 64
 SHAPES = [(1, 1, 128), (2, 3, 100), (8, 128)]
@@ -190,19 +189,10 @@ def run(size: int) -> list[list[Tensor]]:
     shared, more = one_shot_memory(size, DEVICE), two_shot_memory(size, DEVICE)
     if DEVICE == "cuda":
         return run_on_streams(shared, more)
-    context = torch.multiprocessing.get_context("spawn")
     for tensor in (*shared, *(tensor for of_rank in more for tensor in of_rank)):
         tensor.share_memory_()
-    queue = context.Queue()
-    ranks = [context.Process(target=body, args=(r, shared, more, queue)) for r in range(size)]
-    for process in ranks:
-        process.start()
-    try:
-        results = dict(queue.get(timeout=240) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
-    return [[torch.tensor(t) for t in results[rank]] for rank in range(size)]
+    results = run_ranks(body, [(shared, more)] * size)
+    return [[torch.tensor(t) for t in of_rank] for of_rank in results]
 
 
 def run_on_streams(shared: list[Tensor], more: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -25,7 +24,7 @@ from outrider.parallel.kernels import matmul, noise, sampling, scan
 from outrider.parallel.kernels.argmax import pair_of
 from outrider.parallel.operands import PickRows, SamplingFeatures
 from outrider.parallel.ops import Ops
-from tests.parallel.cases import DEVICE, rand
+from tests.parallel.cases import DEVICE, rand, run_ranks
 
 WIDE = 1500
 SETTINGS = [
@@ -139,19 +138,7 @@ def one_rank(rank: int, received: list[Tensor], queue: Any) -> None:
 def test_ranks_pick_as_one_does(size: int) -> None:
     """More rows than the buffers have places for, so that there are several launches."""
     received = [torch.zeros(2, size, ROWS, 128, dtype=torch.int64) for _ in range(size)]
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=one_rank, args=(r, [t.share_memory_() for t in received], queue))
-        for r in range(size)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        results = dict(queue.get(timeout=240) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
+    results = run_ranks(one_rank, [([t.share_memory_() for t in received],)] * size)
     ids, top_ids, top_values, drafts = (torch.tensor(part) for part in results[0])
     for rank in range(1, size):
         assert results[rank][0] == ids.tolist()
