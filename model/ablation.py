@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from outrider.model.gdn import GatedDeltaNet
 from outrider.model.sampling import NO_FEATURES
 from outrider.model.step import MAX_DRAFT_TOKENS
 from outrider.parallel.device import Device
+from outrider.parallel.formats import row_range
 from outrider.parallel.graph import Graphs
 from outrider.parallel.linear import ColumnLinear
 from outrider.parallel.vocab import LMHead
@@ -84,7 +86,9 @@ class PackedProjections(ColumnLinear):
         self.num_k_heads = layer.num_k_heads
         keys = layer.num_k_heads * layer.head_k_dim
         self.sections = (keys, keys, layer.widths[1])
-        self.weights = self.weight.split_with_sizes(layer.widths)
+        ends = list(accumulate(layer.widths))
+        borders = zip((0, *ends), ends)
+        self.weights = [row_range(self.weight, start, end) for start, end in borders]
 
     def __call__(self, x: Tensor) -> Tensor:
         qkv, z, b, a = (self.ops.linear(x, weight) for weight in self.weights)

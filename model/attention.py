@@ -33,12 +33,13 @@ class Attention:
         n, m, d = self.n, self.m, self.d
         q, gate = params["q_proj.weight"].unflatten(0, (n, 2, d)).unbind(1)
         parts = (q.flatten(0, 1), params["k_proj.weight"], params["v_proj.weight"])
-        self.in_proj = ColumnLinear(torch.cat((*parts, gate.flatten(0, 1))), device)
+        in_proj = torch.cat((*parts, gate.flatten(0, 1)))
+        self.in_proj = ColumnLinear(in_proj, device)
         self.widths = ((n + m) * d, m * d, n * d)
         self.o_proj = RowLinear(params["o_proj.weight"], device)
         scales = [params["q_norm.weight"].expand(n, -1), params["k_norm.weight"].expand(m, -1)]
         self.scale, self.eps = torch.cat(scales) + 1.0, config.rms_norm_eps
-        self.kv_weight, self.k_scale = self.in_proj.weight[n * d : (n + 2 * m) * d], self.scale[n:]
+        self.kv_weight, self.k_scale = in_proj[n * d : (n + 2 * m) * d], self.scale[n:]
         self.k_pages, self.v_pages = pages.k[index], pages.v[index]
         self.ops = device.ops
 

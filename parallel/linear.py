@@ -13,13 +13,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.parallel.device import Device
+from outrider.parallel.formats import Matrix
 from outrider.parallel.operands import PartialSum
 
 
 class ColumnLinear:
     """weight [out share, in]; no communication."""
 
-    def __init__(self, weight: Tensor, device: Device) -> None:
+    def __init__(self, weight: Matrix, device: Device) -> None:
         self.weight, self.ops = weight, device.ops
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ class ColumnLinear:
 class RowLinear:
     """weight [out, in share]; the ranks of `device.tp` sum the results."""
 
-    def __init__(self, weight: Tensor, device: Device) -> None:
+    def __init__(self, weight: Matrix, device: Device) -> None:
         self.weight, self.ops, self.group = weight, device.ops, device.tp
 
     def __call__(self, x: Tensor) -> PartialSum:

@@ -1,12 +1,13 @@
 """The groups of tensors that operations take and return together.
 
     Rows, PickRows: where rows lie      GdnLayer: a delta net      SlotMemory, GatheredSlots: slots
-    SlotSampling, SamplingFeatures: how tokens are picked      PartialSum: a part of a sum
+    SlotSampling, SamplingFeatures: how tokens are picked      ExpertLayer: a mixture of experts
+    PartialSum: a part of a sum
 
-They hold tensors and numbers and compute nothing; parallel/ops.py says what is done with them.
-Shapes: B slots of a batch | S slots in memory | R rows a slot | X most rows a pass leaves
-        N pages in a block table | H hidden | k, h key and value heads of a delta net, Dk, Dv wide
-        C conv channels | W conv kernel | v ids of this rank
+parallel/ops.py says what is done with them. B slots of a batch | S slots in memory | R rows a slot
+X most rows a pass leaves | N pages in a block table | H hidden | v ids of this rank | k, h key and
+value heads of a delta net, Dk, Dv wide | C conv channels | W conv kernel | E experts, e of them on
+this rank | i, s this rank's columns of an expert, of the shared one
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider.parallel.formats import Matrix, UniformMatrix
 from outrider.parallel.group import Group
 
 
@@ -88,6 +90,30 @@ class GdnLayer:
         values = self.num_v_heads * self.head_v_dim
         channels = 2 * self.num_k_heads * self.head_k_dim + values
         return channels, values, self.num_v_heads, self.num_v_heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayer:
+    """This rank's share of a mixture of experts: the columns i of all E experts (then e = E), or e
+    whole experts from `first_expert` on; and the columns s of the shared expert."""
+
+    router: Tensor
+    """[E, H]: a row's score for each expert; the same on every rank."""
+    top_k: int
+    """Experts of a row."""
+    normalised: bool
+    """Whether the weights of a row's experts are scaled to a sum of 1."""
+    first_expert: int
+    gate_up: UniformMatrix
+    """[e, 2i, H] = [gate; up] of each expert."""
+    down: UniformMatrix
+    """[e, H, i]"""
+    shared_gate_up: Matrix
+    """[2s, H] = [gate; up]"""
+    shared_down: Matrix
+    """[H, s]"""
+    shared_gate: Tensor
+    """[1, H]: the shared expert's result is multiplied by the sigmoid of this product."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

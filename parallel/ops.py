@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.parallel import sampling
+from outrider.parallel import experts, sampling
+from outrider.parallel.formats import Matrix, StackedMatrix, dequantised
 from outrider.parallel.group import Group
 from outrider.parallel.operands import (
+    ExpertLayer,
     GatheredSlots,
     GdnLayer,
     PartialSum,
@@ -97,18 +99,33 @@ class Ops:
         wide = x.float()
         return (wide * _inverse_rms(wide, eps) * scale).to(x.dtype)
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [..., in], weight [out, in] -> [..., out]."""
+    def linear(self, x: Tensor, weight: Matrix) -> Tensor:
+        """x [..., in], weight [out, in] -> [..., out]. A weight that is stored in codes is made
+        plain, in x's dtype, for the time of the product."""
+        if isinstance(weight, StackedMatrix):
+            return torch.cat([self.linear(x, part) for part in weight.parts], -1)
+        weight = dequantised(weight, x.dtype)
         num_rows = x.numel() // x.shape[-1]
         if 1 < num_rows <= FEW_ROWS:
             return torch.mm(weight, x.reshape(num_rows, -1).t()).t().reshape(*x.shape[:-1], -1)
         return F.linear(x, weight)
 
-    def linear_swiglu(self, x: Tensor, gate_up: Tensor) -> Tensor:
+    def linear_swiglu(self, x: Tensor, gate_up: Matrix) -> Tensor:
         """x [..., in], gate_up [2i, in] = [gate; up] -> swiglu(linear(x, gate_up)) [..., i]."""
         return self.swiglu(self.linear(x, gate_up))
 
-    def linear_part(self, x: Tensor, weight: Tensor, group: Group) -> PartialSum:
+    def experts(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        """This rank's part of a mixture of experts, x [.., H] -> [.., H].
+
+        Each row's result is the weighted sum of its experts' swiglu MLPs, as far as this rank holds
+        them, and of the shared expert's, times the sigmoid of its gate. Sums are float32.
+        """
+        return experts.mixture(x.reshape(-1, x.shape[-1]), layer, self._mlp).view(x.shape)
+
+    def _mlp(self, x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
+        return self.linear(self.linear_swiglu(x, gate_up), down)
+
+    def linear_part(self, x: Tensor, weight: Matrix, group: Group) -> PartialSum:
         """linear(x, weight) as this rank's part of a sum over the ranks of `group`.
 
         sum_add_rms_norm of the result is the next call over the group that sums. A backend may

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from outrider.parallel.device import Device
+from outrider.parallel.formats import FP8_MAX
 from outrider.parallel.operands import PickRows, SamplingFeatures, SlotSampling
-
-FP8_MAX = 448.0
-"""The largest number that float8_e4m3fn holds."""
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

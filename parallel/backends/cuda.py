@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.parallel.device import Capabilities, Device
+from outrider.parallel.formats import Matrix
 from outrider.parallel.group import Group
 from outrider.parallel.kernels import (
     argmax,
@@ -69,19 +70,27 @@ class CudaOps(Ops):
         self.top_pair = argmax.top_pair
         self.choose_pair = argmax.choose_pair
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix) -> Tensor:
+        if not isinstance(weight, Tensor):
+            return super().linear(x, weight)
         if _few_bf16(x, matmul.HELD_ROWS):
             return matmul.few_rows(x, weight, self._arrivals)
         return F.linear(x, weight)
 
-    def linear_swiglu(self, x: Tensor, gate_up: Tensor) -> Tensor:
+    def linear_swiglu(self, x: Tensor, gate_up: Matrix) -> Tensor:
+        if not isinstance(gate_up, Tensor):
+            return super().linear_swiglu(x, gate_up)
         if _few_bf16(x):
             return matmul.few_rows_swiglu(x, gate_up, self._arrivals)
         return self.swiglu(F.linear(x, gate_up))
 
-    def linear_part(self, x: Tensor, weight: Tensor, group: Group) -> PartialSum:
+    def linear_part(self, x: Tensor, weight: Matrix, group: Group) -> PartialSum:
         buffers = group.one_shot
-        if buffers is None or not matmul.can_send(x, weight, buffers):
+        if (
+            not isinstance(weight, Tensor)
+            or buffers is None
+            or not matmul.can_send(x, weight, buffers)
+        ):
             return super().linear_part(x, weight, group)
         return PartialSum(matmul.few_rows_sent(x, weight, buffers), group, sent=True)
 

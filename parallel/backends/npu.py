@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from outrider.parallel.device import Capabilities, Device, DeviceError
+from outrider.parallel.formats import Matrix, StackedMatrix, dequantised
 from outrider.parallel.group import Group
 from outrider.parallel.operands import GdnLayer, Rows
 from outrider.parallel.ops import Ops
@@ -58,8 +59,10 @@ class NpuOps(Ops):
         self.captured: list[list[int]] | None = None
         """While work is captured, the lengths that each attention call is given, in order."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def linear(self, x: Tensor, weight: Matrix) -> Tensor:
+        if isinstance(weight, StackedMatrix):
+            return super().linear(x, weight)
+        return F.linear(x, dequantised(weight, x.dtype))
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """In float32 the operation takes the scale as it is. In other dtypes it would have to be
