@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from outrider.actors.engine import Engine
     from outrider.model.step import Sampling
 
+MODELS = " [default: the model's, else"
+"""The default of options for which a checkpoint's generation_config.json may have one."""
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 app = typer.Typer(
@@ -90,10 +92,16 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to texts.")] = False,
     echo: Annotated[bool, typer.Option("--echo", help="Print a prompt before its text.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this sum.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help=f"0: greedy. {MODELS} 0]")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Keep the k likeliest tokens; 0: all. {MODELS} 0]")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help=f"Keep the likeliest up to this sum. {MODELS} 1]")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help=f"Drop below this share of the best. {MODELS} 0]")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.  [default: drawn]")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     draft_tokens: DraftTokens = None,
@@ -109,12 +117,7 @@ def generate(
     from outrider.actors.engine import Engine
     from outrider.model.step import Sampling
 
-    prompts: list[str | list[int]] = [*(prompt or []), *map(_token_ids, prompt_ids or [])]
-    if not prompts:
-        raise ValueError("give --prompt TEXT or --prompt-ids 1,2,3")
-    for number, one in enumerate(prompts, 1):
-        if not one:
-            raise ValueError(f"prompt {number} of {len(prompts)} is empty")
+    prompts = _prompts(prompt or [], prompt_ids or [])
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -310,6 +313,17 @@ def _options(
         "parallel.tensor_parallel": tensor_parallel,
     }
     return overrides(sets, named)
+
+
+def _prompts(texts: Sequence[str], ids: Sequence[str]) -> list[str | list[int]]:
+    """The prompts of --prompt, then those of --prompt-ids. Raises ValueError for an empty one."""
+    prompts = [*texts, *map(_token_ids, ids)]
+    if not prompts:
+        raise ValueError("give --prompt TEXT or --prompt-ids 1,2,3")
+    for number, one in enumerate(prompts, 1):
+        if not one:
+            raise ValueError(f"prompt {number} of {len(prompts)} is empty")
+    return prompts
 
 
 def _token_ids(text: str) -> list[int]:

@@ -10,6 +10,7 @@ this process is connected to (a job, an actor) is used and left running.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import secrets
 import sys
@@ -35,6 +36,7 @@ from outrider.actors.loading import LoadingBar
 from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.step import Sampling
 
+log = logging.getLogger(__name__)
 __all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
 
 CLOSE_TIMEOUT_S = 30.0
@@ -78,6 +80,7 @@ class Engine:
         """
         spec = load_spec(config, {**(overrides or {}), **more})
         model_dir, model = spec.open_model()
+        log.info("%s: %s", model_dir.name, spec.describe_defaults(model))
         run = spec.run_config(model, model_dir, spec.resolve_pages(model, model_dir))
         cluster = connect_ray(spec)
         try:
@@ -133,7 +136,8 @@ class Engine:
     ) -> list[Completion]:
         """Answer prompts (text or token ids) together; returns in their order.
 
-        sampling: one for all, or one each. stop: texts that end an answer, before them.
+        sampling: one for all, or one each; None: the model's defaults, 16 tokens. stop: texts that
+        end an answer, before them.
         RequestError when one can never be answered (then none is), EngineDeadError when the ranks
         die.
         """

@@ -77,7 +77,8 @@ class JobRunner:
         """The record of the output; what this one line got wrong is its `error`."""
         try:
             body, prompt = self._read(line)
-            (sampling,) = body.samplings(self._limits.room_for(len(prompt)))
+            room = self._limits.room_for(len(prompt))
+            (sampling,) = body.samplings(room, self._limits.sampling_defaults)
             (done,) = self._engine.generate(prompt, sampling, stop=body.stops)
         except (ApiError, RequestError, ConfigError) as problem:
             return {"id": line.id, "error": str(problem)}

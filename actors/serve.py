@@ -73,6 +73,7 @@ class Replica:
         for note in notes + self._ranks.warnings():
             log.warning(note)
         log.info("%s", self._mode["line"])
+        log.info("%s", spec.describe_defaults(model))
         text = self._driver.text
         assert text is None or isinstance(text, Tokenizer)
         self._endpoints = Endpoints(

@@ -65,6 +65,7 @@ def run_server(config: str | Path | None, overrides: Mapping[str, object]) -> No
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     mode = effective_mode(spec.run_config(model, model_dir, 0), model)
     console.say(f"{model_dir.name}: {mode['line']}")
+    console.say(f"{model_dir.name}: {spec.describe_defaults(model)}")
     with contextlib.redirect_stdout(sys.stderr), console.progress(), serving(spec) as url:
         # Not before: ray.init sets a handler of its own.
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

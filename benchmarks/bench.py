@@ -115,6 +115,7 @@ def measure_engine(
         "device": "cpu",
         "parallel.tensor_parallel": RANKS,
         "speculation.draft_tokens": draft_tokens,
+        "serve.generation_defaults": "neutral",
     }
     depths = [k for k in DRAFT_TOKENS if 0 < k <= draft_tokens] if draft_tokens else [0]
     runs: dict[int, Runs] = {}

@@ -467,6 +467,7 @@ def _common_keys(
     needed = {
         "limits.max_slots": max(batches),
         "limits.max_model_len": protocol.prompt + protocol.new,
+        "serve.generation_defaults": "neutral",
     }
     given = {key: value for key, value in options.items() if value is not None}
     return needed | dict(map(parse_set, sets or [])) | given

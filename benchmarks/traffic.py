@@ -2,7 +2,8 @@
 
     options -> sampling_settings -> Protocol -> (prompt, Sampling) of each request
 
-Settings are those fields of Sampling that differ from greedy's, by name, as reports show them. The
+Settings are those fields of Sampling that differ from greedy's, by name, as reports show them. So
+engines under measurement take no defaults of their model (serve.generation_defaults: neutral). The
 i-th request of a set has the protocol's seed + i: so a sampled request that is asked again has the
 same prompt and seed, and must get the same text.
 """
@@ -42,16 +43,16 @@ def sampling_settings(
             "so they need a --temperature above 0"
         )
     asked = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "presence_penalty": penalty,
-        "frequency_penalty": penalty,
-        "logprobs": logprobs,
+        "temperature": (temperature, 0.0),
+        "top_p": (top_p, 1.0),
+        "top_k": (top_k, 0),
+        "presence_penalty": (penalty, 0.0),
+        "frequency_penalty": (penalty, 0.0),
+        "logprobs": (logprobs, None),
     }
-    Sampling(**asked)
-    default = Sampling()
-    return {name: value for name, value in asked.items() if value != getattr(default, name)}
+    settings = {name: value for name, (value, greedy) in asked.items() if value != greedy}
+    Sampling(**settings)
+    return settings
 
 
 def label(settings: Settings) -> str:

@@ -10,13 +10,19 @@ text-only checkpoints has them at the root. Both are read.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from outrider.model.step import Sampling
+
 ARCHITECTURES = {"Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"}
 TEXT_TYPES = {"qwen3_5_text", "qwen3_5"}
+GENERATION_FILE = "generation_config.json"
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of Sampling for which GENERATION_FILE may give a request's default."""
 
 
 class ConfigError(ValueError):
@@ -83,6 +89,9 @@ class ModelConfig:
     mtp_dedicated_embeddings: bool
     eos_ids: tuple[int, ...]
     """Ids that end an answer, sorted."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """What a request takes for fields of Sampling that it leaves open: those of MODEL_DEFAULTS that
+    the checkpoint's generation_config.json gives."""
     source: str = field(default="config.json", compare=False)
     """Path of config.json, for error messages."""
 
@@ -180,7 +189,8 @@ class RunConfig:
 
 
 def load_config(model_dir: Path) -> ModelConfig:
-    """Read config.json of a Hugging Face folder, and end ids from the files beside it, too.
+    """Read config.json of a Hugging Face folder, and from the files beside it which ids end an
+    answer and how requests sample by default.
 
     Raises ConfigError when a file is not JSON or lacks a key, when the checkpoint is quantised, and
     when it is no Qwen3.5 dense text model.
@@ -232,6 +242,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         num_mtp_layers=int(text.get("mtp_num_hidden_layers") or 0),
         mtp_dedicated_embeddings=bool(text.get("mtp_use_dedicated_embeddings", False)),
         eos_ids=_eos_ids(root, text, folder, vocab_size),
+        sampling_defaults=_sampling_defaults(folder),
         source=str(path),
     )
 
@@ -314,7 +325,7 @@ def _eos_ids(
     names the end of a chat turn. generation_config.json names both, but many releases lack it.
     """
     found = [(folder / "config.json", table.get("eos_token_id")) for table in (root, text)]
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_FILE
     if generation.is_file():
         found.append((generation, _read_json(generation).get("eos_token_id")))
     found.append(_tokenizer_eos(folder))
@@ -330,6 +341,36 @@ def _eos_ids(
                 )
             ids.add(token)
     return tuple(sorted(ids))
+
+
+def _sampling_defaults(folder: Path) -> dict[str, float]:
+    """Those of MODEL_DEFAULTS that generation_config.json gives.
+
+    `do_sample` counts too: false makes temperature 0, true makes it 1 where the file has none,
+    since transformers leaves a temperature of 1 out when it saves.
+    """
+    path = folder / GENERATION_FILE
+    table = _read_json(path) if path.is_file() else {}
+    found = {name: table[name] for name in MODEL_DEFAULTS if table.get(name) is not None}
+    for name, value in found.items():
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            rule = f"a {'whole ' if whole else ''}number is needed"
+            raise ConfigError(f"{path}: {name} = {value!r}: {rule}")
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    try:
+        Sampling(**found)
+    except ValueError as problem:
+        raise ConfigError(f"{path}: {str(problem).removeprefix('sampling.')}") from None
+    draws = table.get("do_sample")
+    if draws not in (None, True, False):
+        raise ConfigError(f"{path}: do_sample = {draws!r}: true or false is needed")
+    if draws is False:
+        found["temperature"] = 0.0
+    elif draws:
+        found.setdefault("temperature", 1.0)
+    return found
 
 
 def _tokenizer_eos(folder: Path) -> tuple[Path, int | None]:

@@ -103,14 +103,14 @@ class SamplingMemory:
             return
         else:
             self._neutral.add(slot)
-        min_p, top_k = sampling.min_p, sampling.top_k
+        temperature, min_p = sampling.temperature or 0.0, sampling.min_p
         banned_until = len(join.tokens) + sampling.min_tokens
-        integers = (sampling.seed or 0, top_k, banned_until)
+        integers = (sampling.seed or 0, sampling.top_k or 0, banned_until)
         numbers = (
-            1.0 / max(sampling.temperature, SMALLEST_TEMPERATURE) if drawn else 1.0,
-            sampling.top_p,
+            1.0 / max(temperature, SMALLEST_TEMPERATURE) if drawn else 1.0,
+            sampling.top_p or 1.0,
             math.log(min_p) if min_p else -math.inf,
-            sampling.repetition_penalty,
+            sampling.repetition_penalty or 1.0,
             sampling.frequency_penalty,
             sampling.presence_penalty,
         )

@@ -9,6 +9,8 @@ Letters: K drafted tokens an iteration
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 MAX_DRAFT_TOKENS = 16
@@ -24,17 +26,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     The logits are edited in this order: repetition, frequency and presence penalty, bias,
     min_tokens. Then temperature, top_k, top_p and min_p apply. The token at a position is a
     function of prompt, seed and position: drafts, batch and tensor parallelism do not change it.
+
+    None leaves temperature, top_k, top_p, min_p or repetition_penalty to the model: the driver puts
+    in what its generation_config.json says (`with_defaults`). Where that says nothing either, None
+    changes nothing: it is greedy, without filters and penalty.
     """
 
     max_tokens: int = 16
     """Length of the answer in tokens, unless something ends it before."""
-    temperature: float = 0.0
+    temperature: float | None = None
     """0 takes the likeliest token. Otherwise logits are divided by it and a token is drawn."""
-    top_k: int = 0
+    top_k: int | None = None
     """Draw among the k likeliest tokens; 0 for all."""
-    top_p: float = 1.0
+    top_p: float | None = None
     """Draw among the likeliest tokens whose probabilities reach this sum; 1 for all."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Draw among tokens that have this share of the largest probability at least; 0 for all."""
     seed: int | None = None
     """Of the random numbers; None has the driver draw one, which it reports."""
@@ -42,9 +48,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Subtracted from the logit of each token that the answer holds already."""
     frequency_penalty: float = 0.0
     """Subtracted as often as the answer holds the token already."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     """Divides the logit of each token in prompt or answer where it is above 0, and multiplies it
-    where it is below."""
+    where it is below; 1 for neither."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and what is added to its logit."""
     min_tokens: int = 0
@@ -65,14 +71,22 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         rules = (
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
-            ("temperature", 0.0 <= self.temperature <= 100.0, "must lie in [0, 100]"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "must lie in (0, 1]"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "must lie in [0, 1]"),
+            (
+                "temperature",
+                self.temperature is None or 0.0 <= self.temperature <= 100.0,
+                "must lie in [0, 100]",
+            ),
+            ("top_k", self.top_k is None or self.top_k >= 0, "must be 0 (off) or more"),
+            ("top_p", self.top_p is None or 0.0 < self.top_p <= 1.0, "must lie in (0, 1]"),
+            ("min_p", self.min_p is None or 0.0 <= self.min_p <= 1.0, "must lie in [0, 1]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "must lie in [0, 2^63)"),
             ("presence_penalty", abs(self.presence_penalty) <= 2.0, "must lie in [-2, 2]"),
             ("frequency_penalty", abs(self.frequency_penalty) <= 2.0, "must lie in [-2, 2]"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must lie in (0, 10]"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty is None or 0.0 < self.repetition_penalty <= 10.0,
+                "must lie in (0, 10]",
+            ),
             (
                 "logit_bias",
                 len(self.logit_bias) <= MAX_LOGIT_BIAS
@@ -100,22 +114,29 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not holds:
                 raise ValueError(f"sampling.{name} = {getattr(self, name)!r}: {rule}")
 
+    def with_defaults(self, defaults: Mapping[str, float]) -> Sampling:
+        """The same request, with values of `defaults` in fields that are None."""
+        left_open = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return msgspec.structs.replace(self, **left_open)
+
     @property
     def edits(self) -> bool:
         """Whether logits are changed before a token is picked from them."""
-        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        repetition = self.repetition_penalty or 1.0
+        neutral = (self.presence_penalty, self.frequency_penalty, repetition)
         return neutral != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def draws(self) -> bool:
         """Whether tokens are drawn. A kept set of one token is the likeliest: no vocabulary is so
         large that its likeliest token has less than SMALLEST_TOP_P."""
-        return self.temperature > 0 and self.top_k != 1 and self.top_p > SMALLEST_TOP_P
+        top_p = self.top_p or 1.0
+        return bool(self.temperature) and self.top_k != 1 and top_p > SMALLEST_TOP_P
 
     @property
     def filters(self) -> bool:
         """Whether tokens are drawn from some of the tokens only."""
-        return self.draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return self.draws and bool(self.top_k or (self.top_p or 1.0) < 1.0 or self.min_p)
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):

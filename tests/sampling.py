@@ -22,7 +22,7 @@ def kept_by_hand(x: Tensor, sampling: Sampling) -> list[int]:
     values = [float(x[i]) for i in order]
     masses = [int(m) for m in ((x[order] - x[order[0]]).exp() * MASS_UNIT).to(torch.int64)]
     count = min(sampling.top_k or len(x), len(x))
-    if sampling.top_p < 1.0:
+    if sampling.top_p is not None:
         share = math.ceil(float(torch.tensor(sampling.top_p)) * float(sum(masses[:count])))
         reached = 0
         for index, mass in enumerate(masses):
@@ -38,7 +38,7 @@ def kept_by_hand(x: Tensor, sampling: Sampling) -> list[int]:
 
 def pick_by_hand(logits: Tensor, sampling: Sampling, position: int) -> int:
     """The token that a row with these logits [V] makes at `position`."""
-    if sampling.temperature == 0:
+    if not sampling.temperature:
         return int(logits.argmax())
     x = logits.float() * torch.tensor(1.0 / sampling.temperature)
     kept = kept_by_hand(x, sampling)

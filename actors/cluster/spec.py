@@ -18,7 +18,14 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from outrider.actors.cluster.kinds import NPU_PAGE_TOKENS, free_host_bytes
-from outrider.model.config import Ablation, ConfigError, ModelConfig, RunConfig, load_config
+from outrider.model.config import (
+    GENERATION_FILE,
+    Ablation,
+    ConfigError,
+    ModelConfig,
+    RunConfig,
+    load_config,
+)
 from outrider.model.folder import resolve_model
 from outrider.model.step import MAX_DRAFT_TOKENS
 from outrider.parallel import affinity
@@ -129,6 +136,9 @@ class ServeSpec:
     """`outrider serve` with its own cluster: HAProxy before the replicas, if it is installed."""
     model_id: str | None = None
     """Name of the model for clients; null: its folder's."""
+    generation_defaults: Literal["model", "neutral"] = "model"
+    """What a request leaves open, through a server, a job or an Engine: "model": as the model's
+    generation_config.json says; "neutral": temperature 1, through an Engine 0, and no filters."""
     slots: Count | None = None
     """Requests that decode together when serving; null: limits.max_slots."""
     num_replicas: Count = 1
@@ -259,6 +269,20 @@ class Spec:
         if check_weights:
             weights.check_weights(model_dir, model, run)
         return model_dir, model
+
+    def sampling_defaults(self, model: ModelConfig) -> Mapping[str, float]:
+        """What requests take for fields of Sampling that they leave open, by field."""
+        return model.sampling_defaults if self.serve.generation_defaults == "model" else {}
+
+    def describe_defaults(self, model: ModelConfig) -> str:
+        """One line on `sampling_defaults`, for whoever starts an engine."""
+        found = self.sampling_defaults(model)
+        if found:
+            words = ", ".join(f"{name} {value:g}" for name, value in found.items())
+            return f"requests default to {words} ({GENERATION_FILE})"
+        if self.serve.generation_defaults == "neutral":
+            return "requests have no defaults of the model (serve.generation_defaults: neutral)"
+        return f"requests have no defaults of the model ({GENERATION_FILE} gives none)"
 
     def max_model_len(self, model: ModelConfig) -> int:
         """limits.max_model_len with "auto" replaced. Raises ConfigError beyond the model's own."""

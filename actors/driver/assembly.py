@@ -71,6 +71,7 @@ def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
         overshoot_rows=overshoot_rows(run.draft_tokens),
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
+        sampling_defaults=spec.sampling_defaults(model),
     )
 
 

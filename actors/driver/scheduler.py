@@ -11,8 +11,8 @@ from __future__ import annotations
 import secrets
 import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 from msgspec.structs import replace
@@ -38,6 +38,8 @@ class Limits:
     """Rows past max_tokens that an iteration may write (model.plan.overshoot_rows)."""
     vocab_size: int
     eos_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """By field of Sampling: what a request takes that leaves it open (Spec.sampling_defaults)."""
 
     def room_for(self, prompt_tokens: int) -> int:
         """Tokens an answer may have at most behind such a prompt; 0 or less: it does not fit."""
@@ -84,6 +86,7 @@ class Scheduler:
         """Queue a request; prompt: that of `asked`, as token ids. RequestError if it can never run.
 
         max_tokens beyond the context is cut to what fits; the answer then ends with "length".
+        Fields of the sampling that the request leaves open take the model's defaults.
         """
         limits, sampling, tokens = self.limits, asked.sampling, list(prompt)
         self._check_length(len(tokens))  # before each of them is looked at
@@ -96,7 +99,7 @@ class Scheduler:
             next(self._numbers),
             tokens,
             replace(
-                sampling,
+                sampling.with_defaults(limits.sampling_defaults),
                 max_tokens=max_tokens,
                 min_tokens=min(sampling.min_tokens, max_tokens),
                 seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,

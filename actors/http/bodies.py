@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,6 +30,10 @@ COMPLETION_TOKENS = 16
 """OpenAI's default max_tokens of a completion; a chat may go on to the end of the context."""
 
 
+DEFAULTS: Mapping[str, float] = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+"""What OpenAI's API means by a field that a request leaves open, unless the model has a default."""
 SAME_IN_SAMPLING = {
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "ignore_eos"),
@@ -179,17 +184,17 @@ class Settings(Body):
 
     model: str | None = None
     max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=MAX_ID)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_ID)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
     ignore_eos: bool = False
@@ -213,14 +218,17 @@ class Settings(Body):
     def stops(self) -> tuple[str, ...]:
         return tuple(self.stop or ())
 
-    def samplings(self, context_left: int) -> list[Sampling]:
-        """One for each of the n choices of a prompt that leaves `context_left` tokens."""
+    def samplings(self, context_left: int, defaults: Mapping[str, float]) -> list[Sampling]:
+        """One for each of the n choices of a prompt that leaves `context_left` tokens.
+
+        defaults: the model's, which win over those of the API (Limits.sampling_defaults).
+        """
         asked = self.max_answer_tokens
         max_tokens = max(1, context_left if asked is None else min(asked, context_left))
         keys = self.model_dump(include=SAME_IN_SAMPLING) | {
             "max_tokens": max_tokens,
             "min_tokens": min(self.min_tokens, max_tokens),
-            "top_k": max(self.top_k, 0),
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": tuple((self.logit_bias or {}).items()),
             "logprobs": self.num_logprobs,
             "stop_ids": tuple(self.stop_token_ids or ()),
@@ -228,7 +236,8 @@ class Settings(Body):
         }
         first = self.seed
         seeds = (None if first is None else (first + i) & MAX_SEED for i in range(self.n))
-        return [Sampling(seed=seed, **keys) for seed in seeds]
+        open_fields = {**DEFAULTS, **defaults}
+        return [Sampling(seed=seed, **keys).with_defaults(open_fields) for seed in seeds]
 
     def check(self, limits: BodyLimits | None) -> None:
         """ApiError for fields that are right alone and not together, or that exceed the limits."""

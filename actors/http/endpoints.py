@@ -32,7 +32,14 @@ from outrider.actors.errors import (
     RequestError,
     RequestFailedError,
 )
-from outrider.actors.http.bodies import ApiError, BodyLimits, ChatBody, CompletionBody, Settings
+from outrider.actors.http.bodies import (
+    DEFAULTS,
+    ApiError,
+    BodyLimits,
+    ChatBody,
+    CompletionBody,
+    Settings,
+)
 from outrider.actors.http.metrics import Metrics
 from outrider.actors.http.middleware import AuthMiddleware, error_response, json_response
 from outrider.actors.http.prompts import PromptEncoder
@@ -135,10 +142,11 @@ class Endpoints:
         return json_response(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
-        length = self._driver.limits.max_model_len
+        limits = self._driver.limits
         return {
             "id": self._model, "object": "model", "created": self._created,
-            "owned_by": "outrider", "max_model_len": length,
+            "owned_by": "outrider", "max_model_len": limits.max_model_len,
+            "generation_defaults": {**DEFAULTS, **limits.sampling_defaults},
         }  # fmt: skip
 
     async def _completions(self, request: Request) -> Response:
@@ -190,11 +198,12 @@ class Endpoints:
         self, body: Settings, prompts: Sequence[list[int]], param: str
     ) -> list[Handle]:
         """All choices of all prompts, or none."""
-        changed, handles = asyncio.Event(), []
+        changed, handles, limits = asyncio.Event(), [], self._driver.limits
         try:
             self._driver.check_queue(len(prompts) * body.n)
             for prompt in prompts:
-                for sampling in body.samplings(self._driver.limits.room_for(len(prompt))):
+                room = limits.room_for(len(prompt))
+                for sampling in body.samplings(room, limits.sampling_defaults):
                     one = GenerationRequest(prompt=prompt, sampling=sampling, stop=body.stops)
                     handles.append(self._driver.submit(one, changed))
                     await asyncio.sleep(0)  # the driver looks at each id of each choice

@@ -17,9 +17,12 @@ import ray
 from outrider.actors import cli
 from outrider.actors.options import USER_ERROR
 from outrider.benchmarks import planted
+from outrider.model.step import Sampling
 from tests.actors.cluster.test_imports import hostile_folder, imported_from
 from tests.actors.footprint import Footprint
+from tests.actors.http.test_parameters import tiny_with
 from tests.conftest import RunningCluster
+from tests.ranks import Team
 
 
 def run(folder: Path, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -71,6 +74,24 @@ def test_two_ranks_print_the_chain_as_json(
     assert first["stats"]["drafted"] == counts.drafted
     assert first["stats"]["accepted"] == counts.accepted > 0
     assert first["stats"]["accepted_per_position"] == counts.accepted_per_position
+
+
+@pytest.mark.ray
+def test_what_no_option_says_is_as_generation_config_says(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(repo))
+    model = tiny_with(tmp_path, {"temperature": 0.9, "top_k": 8})
+    args = ["--model", str(model), "--tensor-parallel", "1", "--prompt-ids", "17,3,900"]
+    args += ["--max-tokens", "24", "--seed", "7", "--ignore-eos", "--json"]
+    done = run(tmp_path, "generate", *args)
+    assert done.returncode == 0, done.stderr
+    assert "requests default to temperature 0.9, top_k 8 (generation_config.json)" in done.stderr
+    hows = ({"temperature": 0.9, "top_k": 8}, {"temperature": 0.9}, {})
+    asked = [Sampling(max_tokens=24, seed=7, ignore_eos=True, **how) for how in hows]
+    right, *others = Team(model, draft_tokens=0).generate([([17, 3, 900], one) for one in asked])
+    assert json.loads(done.stdout)["token_ids"] == right.tokens
+    assert right.tokens not in [other.tokens for other in others]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.model.config import ConfigError, load_config
+from outrider.model.step import Sampling
 from tests import checkpoints
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -98,6 +99,55 @@ def test_an_end_outside_the_vocabulary_is_refused(tmp_path: Path, value: object)
     folder = write(tmp_path, checkpoints.config(), {"eos_token_id": value})
     with pytest.raises(ConfigError, match=r"generation_config.json: .* from 0 to 159"):
         load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "defaults"),
+    [
+        ({"eos_token_id": 5, "max_new_tokens": 9}, {}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0},
+        ),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0, "top_k": 0}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"temperature": None, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+    ],
+)
+def test_a_requests_defaults_are_those_of_generation_config(
+    tmp_path: Path, generation: dict, defaults: dict
+) -> None:
+    model = load_config(write(tmp_path, checkpoints.config(), generation))
+    assert model.sampling_defaults == defaults
+    assert Sampling().with_defaults(defaults) == Sampling(**defaults)
+
+
+def test_without_generation_config_a_request_has_no_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, checkpoints.config())).sampling_defaults == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", -1, "must lie in [0, 100]"),
+        ("temperature", float("nan"), "must lie in [0, 100]"),
+        ("temperature", "hot", "a number is needed"),
+        ("top_k", 2.5, "a whole number is needed"),
+        ("top_k", True, "a whole number is needed"),
+        ("top_k", -2, "must be 0 (off) or more"),
+        ("top_p", 0, "must lie in (0, 1]"),
+        ("min_p", 1.5, "must lie in [0, 1]"),
+        ("repetition_penalty", 0, "must lie in (0, 10]"),
+        ("do_sample", "yes", "true or false is needed"),
+    ],
+)
+def test_a_default_out_of_range_is_named_with_its_file(
+    tmp_path: Path, name: str, value: object, rule: str
+) -> None:
+    folder = write(tmp_path, checkpoints.config(), {name: value})
+    with pytest.raises(ConfigError) as error:
+        load_config(folder)
+    assert str(error.value) == f"{folder}/generation_config.json: {name} = {value!r}: {rule}"
 
 
 def with_eos(folder: Path, **table: object) -> Path:

@@ -108,7 +108,7 @@ def edited_by_hand(logits, prompt: list[int], emitted: list[int], how: Sampling)
     logits = logits.clone()
     for token in {*prompt, *emitted}:
         value = logits[token]
-        rate = how.repetition_penalty
+        rate = how.repetition_penalty or 1.0
         logits[token] = value / rate if value > 0 else value * rate
     for token, count in Counter(emitted).items():
         logits[token] -= how.frequency_penalty * count + how.presence_penalty

@@ -43,7 +43,7 @@ REQUESTS = [
     (prompt_of(length, seed=8), Sampling(max_tokens=NUM_NEW, ignore_eos=True, **how))
     for length, how in zip((9, 33, 2, 17, 70, 5, 12, 40, 8, 3), HOW.values(), strict=True)
 ]
-SAMPLED = [index for index, (_, how) in enumerate(REQUESTS) if how.temperature > 0]
+SAMPLED = [index for index, (_, how) in enumerate(REQUESTS) if how.temperature]
 
 
 @pytest.fixture(scope="module")

@@ -339,6 +339,27 @@ def test_limits_hold_the_tokenizers_end(tmp_path: Path, repo: Path) -> None:
     assert limits_of(spec, model, spec.run_config(model, model_dir, 8)).eos_ids == (0, 2)
 
 
+def test_limits_hold_the_models_defaults_unless_they_are_to_be_neutral(
+    tmp_path: Path, planted_tiny: Path
+) -> None:
+    for file in planted_tiny.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    for word, defaults, says in (
+        ("model", {"temperature": 0.6, "top_k": 20}, "temperature 0.6, top_k 20 (generation_con"),
+        ("neutral", {}, "no defaults of the model (serve.generation_defaults: neutral)"),
+    ):
+        spec = made(model=str(tmp_path), generation_defaults=word)
+        model_dir, model = spec.open_model()
+        limits = limits_of(spec, model, spec.run_config(model, model_dir, 8))
+        assert limits.sampling_defaults == defaults
+        assert says in spec.describe_defaults(model)
+    assert "generation_config.json gives none" in made().describe_defaults(
+        load_config(planted_tiny)
+    )
+
+
 def test_nothing_warns_when_nothing_is_wrong(repo: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

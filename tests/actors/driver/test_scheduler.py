@@ -140,6 +140,18 @@ def test_seeds_are_drawn_apart_unless_given():
     assert add(s, [1], seed=5).sampling.seed == 5
 
 
+def test_what_a_request_leaves_open_is_the_models_default_and_what_it_says_wins():
+    s = scheduler(sampling_defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
+    open_request, greedy = add(s, [1]).sampling, add(s, [1], temperature=0.0, top_k=0).sampling
+    assert (open_request.temperature, open_request.top_k, open_request.top_p) == (0.6, 20, None)
+    assert open_request.repetition_penalty == greedy.repetition_penalty == 1.1
+    assert (greedy.temperature, greedy.top_k) == (0.0, 0)
+    assert not greedy.draws
+    without = add(scheduler(), [1]).sampling
+    assert not without.draws
+    assert not without.edits
+
+
 def test_an_answer_ends_at_stop_ids_and_at_the_end_of_sequence_unless_that_is_ignored():
     def end_ids(**sampling: Any) -> list[int]:
         s = scheduler()

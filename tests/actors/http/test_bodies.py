@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.actors.http.bodies import (
+    DEFAULTS,
     ApiError,
     BodyLimits,
     ChatBody,
@@ -21,6 +22,7 @@ from outrider.actors.http.bodies import (
     Settings,
     parse,
 )
+from outrider.model.step import Sampling
 from tests.actors.conftest import VOCAB
 from tests.actors.http.local_server import body, chat, run, serving
 
@@ -203,6 +205,18 @@ def test_an_error_names_value_and_rule(fields: dict[str, Any], message: str) -> 
     with pytest.raises(ApiError, match=re.escape(message)) as caught:
         parse(CompletionBody, json.dumps({"prompt": "a", **fields}).encode())
     assert caught.value.error["param"].split(".")[0] == next(iter(fields))
+
+
+def test_what_a_body_leaves_open_is_the_models_default_else_the_apis() -> None:
+    data = json.dumps({"prompt": [1], "top_p": None, "min_p": 0.1}).encode()
+    body = parse(CompletionBody, data)
+    (alone,) = body.samplings(9, {})
+    assert alone == Sampling(
+        max_tokens=9, min_p=0.1, **{k: DEFAULTS[k] for k in DEFAULTS if k != "min_p"}
+    )
+    assert (alone.temperature, alone.top_k, alone.top_p) == (1.0, 0, 1.0)
+    (model,) = body.samplings(9, {"temperature": 0.0, "top_p": 0.8, "min_p": 0.5})
+    assert (model.temperature, model.top_p, model.min_p) == (0.0, 0.8, 0.1)
 
 
 def test_a_prompt_has_four_forms() -> None:

@@ -8,21 +8,25 @@ the same cases over Ray Serve.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
 from outrider.actors.cluster.spec import ServeSpec
+from outrider.actors.driver.assembly import limits_of
 from outrider.actors.driver.driver import Driver
 from outrider.actors.http.bodies import ChatBody, CompletionBody
 from outrider.actors.http.endpoints import Endpoints
 from outrider.model.step import Sampling
 from outrider.model.text import Tokenizer
-from tests.actors.conftest import ThreadRanks, limits
+from tests.actors.cluster.test_spec import made
+from tests.actors.conftest import ThreadRanks
 from tests.actors.parameters import MAX_TOKENS, NOT_OF_THE_ANSWER, cases
 from tests.ranks import Output, Team
 from tests.test_end_to_end import PROMPTS, TINY
@@ -62,15 +66,15 @@ def offline() -> Offline:
 
 
 @asynccontextmanager
-async def server() -> AsyncIterator[Ask]:
-    """(path, fields) -> the answer of a server whose drafts are on; asserts that it is a 200."""
-    (runner,) = Team(TINY, draft_tokens=K, **ENGINE).runners
+async def server(folder: Path = TINY) -> AsyncIterator[Ask]:
+    """(path, fields) -> the answer of a server whose drafts are on; asserts that it is a 200.
+
+    A path without fields is asked for with GET.
+    """
+    (runner,) = Team(folder, draft_tokens=K, **ENGINE).runners
     runner.hang = threading.Event()  # type: ignore[attr-defined] # what ThreadRanks stops by
-    run, model, tokenizer = runner.run, runner.model, Tokenizer(TINY)
-    bounds = limits(
-        vocab_size=model.vocab_size, eos_ids=model.eos_ids, max_model_len=run.max_model_len,
-        num_pages=run.num_pages, page_tokens=run.page_tokens, max_slots=run.max_slots,
-    )  # fmt: skip
+    run, model, tokenizer = runner.run, runner.model, Tokenizer(folder)
+    bounds = limits_of(made(model=str(folder)), model, run)
     driver = Driver(bounds, ThreadRanks([runner]), load_text=lambda: tokenizer)  # type: ignore
     await driver.start()
     endpoints = Endpoints(driver, tokenizer, serve=ServeSpec(), model="tiny", about=dict)
@@ -80,7 +84,8 @@ async def server() -> AsyncIterator[Ask]:
 
             async def ask(path: str, **fields: Any) -> dict[str, Any]:
                 given = {"max_tokens": MAX_TOKENS, "return_token_ids": True, **fields}
-                got = await client.post(f"/v1/{path}", json=given, timeout=60)
+                method, body = ("POST", given) if fields else ("GET", None)
+                got = await client.request(method, f"/v1/{path}", json=body, timeout=60)
                 assert got.status_code == 200, got.text
                 return got.json()
 
@@ -167,3 +172,59 @@ def test_choices_draw_with_their_own_seeds_and_report_raw_probabilities(
     assert undrafted["usage"]["speculation"]["drafted_tokens"] == 0
     assert undrafted["choices"][0]["token_ids"] == plain.tokens
     assert text_of(echoed["choices"][0]) == ("" if chat else PROMPT) + offline.text(plain)
+
+
+def tiny_with(folder: Path, generation: dict[str, Any] | None) -> Path:
+    """The bundled checkpoint with another generation_config.json, or without one."""
+    for file in TINY.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_a_chat_ends_at_the_tokenizers_end_without_a_generation_config(
+    tmp_path: Path, offline: Offline
+) -> None:
+    """config.json names the end of a text alone. The answer to "x" ends in <|im_end|> by itself."""
+    (end,) = offline.tokenizer.encode("<|im_end|>")
+    asked = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 100}
+
+    async def answers() -> list[dict[str, Any]]:
+        async with server(tiny_with(tmp_path, None)) as ask:
+            return [await ask("chat/completions", **asked, ignore_eos=on) for on in (False, True)]
+
+    (ended,), (went_on,) = (got["choices"] for got in asyncio.run(answers()))
+    assert ended["finish_reason"] == "stop"
+    assert ended["token_ids"].index(end) == len(ended["token_ids"]) - 1 > 20
+    assert went_on["token_ids"][: len(ended["token_ids"])] == ended["token_ids"]
+    assert len(went_on["token_ids"]) == 100
+
+
+def test_what_a_request_leaves_open_is_as_generation_config_says(
+    tmp_path: Path, offline: Offline
+) -> None:
+    """Each field for itself; a field that the request gives wins, and null is not given."""
+    model = {"do_sample": True, "temperature": 0.8, "top_k": 5, "repetition_penalty": 1.3}
+    _, fields, prompt = given(False, offline)
+    hows = {name: value for name, value in model.items() if name != "do_sample"}
+    asked: list[dict[str, Any]] = [
+        {"seed": 3, "temperature": None},
+        {"seed": 3, "temperature": 1.4},
+        {"seed": 3, "top_k": 0, "temperature": 1.4},
+        {"temperature": 0},
+        {"temperature": 0, "repetition_penalty": 1},
+    ]
+    rights = offline(prompt, [hows | {k: v for k, v in a.items() if v is not None} for a in asked])
+    assert len({tuple(right.tokens) for right in rights}) == len(asked), "a field changes nothing"
+
+    async def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        async with server(tiny_with(tmp_path, model)) as ask:
+            (card,) = (await ask("models"))["data"]
+            return card, [await ask("completions", **fields, **one) for one in asked]
+
+    card, answered = asyncio.run(answers())
+    assert card["generation_defaults"] == {"top_p": 1.0, "min_p": 0.0, **hows}
+    for got, right in zip(answered, rights, strict=True):
+        assert got["choices"][0]["token_ids"] == right.tokens
