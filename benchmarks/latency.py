@@ -322,19 +322,23 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:
 def planted_model(size: str, device: str, accept: float, seed: int) -> Path:
     """The folder of a planted checkpoint in the user's cache; it is written on first use.
 
-    An empty size is "tiny" on the CPU and "2b" elsewhere. Another process writes it, since a
-    process that draws weights on a device keeps memory there. Raises ConfigError for an unknown
-    size and for a device that cannot be used.
+    An empty size is "tiny" on the CPU and "2b" elsewhere; a size such as "27b-fp8" has the form of
+    an FP8 release. Another process writes it, since a process that draws weights on a device keeps
+    memory there. Raises ConfigError for an unknown size and for a device that cannot be used.
     """
     size = size or ("tiny" if device == "cpu" else "2b")
-    if size not in planted.SIZES:
-        raise ConfigError(f"--size {size}: must be one of {', '.join(planted.SIZES)}")
+    name = size.removesuffix("-fp8")
+    quantization = "fp8" if name != size else None
+    if name not in planted.SIZES:
+        raise ConfigError(
+            f"--size {size}: must be one of {', '.join(planted.SIZES)}, or one of them with -fp8"
+        )
     folder = CACHE / f"planted-{size}-{accept:g}-{seed}"
     if not (folder / "planted.json").is_file():
         print_progress(f"writing a planted checkpoint of size {size} to {folder}")
         device_kind = "cuda" if device == "cuda" else "cpu"
         process = multiprocessing.get_context("spawn").Process(
-            target=_write_planted, args=(folder, size, accept, seed, device_kind)
+            target=_write_planted, args=(folder, name, accept, seed, device_kind, quantization)
         )
         process.start()
         process.join()
@@ -345,14 +349,16 @@ def planted_model(size: str, device: str, accept: float, seed: int) -> Path:
     return folder
 
 
-def _write_planted(folder: Path, size: str, accept: float, seed: int, device_kind: str) -> None:
+def _write_planted(
+    folder: Path, size: str, accept: float, seed: int, device_kind: str, quantization: str | None
+) -> None:
     """The process that writes a planted checkpoint."""
     try:
         claim_device(device_kind, 0)
     except DeviceError as error:
         print_progress(str(error))
         sys.exit(USER_ERROR)
-    planted.write(folder, size, accept, seed, device_kind)
+    planted.write(folder, size, accept, seed, device_kind, quantization)
 
 
 def print_progress(text: str) -> None:
@@ -370,7 +376,7 @@ def main(
         Path | None, typer.Option(help="Checkpoint folder.  [default: a planted one is made]")
     ] = None,
     size: Annotated[
-        str, typer.Option(help="Size of a planted one.  [default: 2b on cuda and npu, tiny on cpu]")
+        str, typer.Option(help="9b, or 27b-fp8, say.  [default: 2b on cuda and npu, tiny on cpu]")
     ] = "",
     accept: Annotated[float, typer.Option(help="Its share of tokens with a right draft.")] = 0.8425,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,

@@ -1,28 +1,28 @@
-"""Checkpoints of Qwen3.5's shape whose greedy output and draft acceptance are known in advance.
+"""Checkpoints of Qwen3.5's shapes whose greedy output and draft acceptance are known in advance.
 
-    embedding row of token t = [ a(t) | a(next(t)) | a(guess(t)) | 1 ], a(.) a random unit vector
+    size, accept, seed -> chain(...): next and guess of each token -> write(...) -> a folder
+                                                    -> expected_counts(...): tokens, counters
 
-The last target layer replaces block 0 of the hidden by block 1, so that the tied head picks
-next(t). The MTP layer replaces block 0 by block 2, so that the draft picks guess(t). All other
-weights have their full shape and are too small to change a token: an engine does the work of the
-real model and must answer with the chain t, next(t), next(next(t)), ...
-Letters: V vocabulary | H hidden | I MLP width | N width of one block | P share of right guesses
+The last target layer replaces what the hidden says of token t by what it says of next(t), so that
+the head picks next(t); the MTP layer likewise with guess(t). All other weights have their full
+shape and are too small to change a token: an engine does the work of the real model and must
+answer with the chain t, next(t), next(next(t)), ... planted_weights.py says how.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from safetensors.torch import save_file
 from torch import Tensor
+
+from outrider.benchmarks import planted_weights, shards
+from outrider.benchmarks.planted_weights import CONV_KERNEL, FULL_ATTENTION_INTERVAL, is_attention
+from outrider.parallel.formats import FP8_BLOCK
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -61,20 +61,50 @@ SIZES["4b"] = SIZES["0.8b"] | {
     "num_key_value_heads": 4,
     "linear_num_value_heads": 32,
 }
-FULL_ATTENTION_INTERVAL = 4
-CONV_KERNEL = 4
-DTYPE = torch.bfloat16
-NEGLIGIBLE = 2e-5
-"""Standard deviation of the output projections, so that their layers hardly change the hidden."""
-GATE = 8.0
-"""Input of the last layer's MLP gate, which makes the gate the constant silu(GATE)."""
+SIZES["9b"] = SIZES["4b"] | {"hidden_size": 4096, "intermediate_size": 12288}
+SIZES["27b"] = SIZES["4b"] | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "intermediate_size": 17408,
+    "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}
+
+
+def _mixture(dense: str, **changes: int) -> dict[str, int]:
+    """A dense size with a mixture of experts in place of each MLP."""
+    sizes = SIZES[dense] | changes
+    del sizes["intermediate_size"]
+    return sizes
+
+
+SIZES["tiny-moe"] = _mixture(
+    "tiny",
+    num_experts=16,
+    num_experts_per_tok=4,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=128,
+)
+SIZES["35b-a3b"] = _mixture(
+    "2b",
+    num_hidden_layers=40,
+    num_attention_heads=16,
+    linear_num_value_heads=32,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
+TIED = ("tiny", "0.8b", "2b", "4b")
+"""Sizes whose head is the embedding, as in the releases. They lie in one file, the others in a file
+for each layer."""
+QUANTIZATIONS = ("fp8",)
+"""Releases that a checkpoint can have the form of, beside bfloat16."""
 
 MAX_TEMPERATURE = 2.0
 """A draw at up to this temperature takes the chain's token: in size tiny its logit leads the others
 by 33 and more, and another token is drawn with a chance below 1e-7. In the other sizes the lead
 exceeds 170. Penalties change no token either, since an answer holds none of them twice."""
-
-TARGET = "model.language_model."
 
 
 class Chain(NamedTuple):
@@ -167,103 +197,14 @@ def _iterate(following: list[int], guess: list[int], last: int, num_drafts: int)
     return [*tokens, following[last]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Filler:
-    """Weights of the model's shapes that change no token, drawn from one generator."""
-
-    sizes: dict[str, int]
-    random: torch.Generator
-    device: str
-
-    def normal(self, *shape: int, std: float = 0.02) -> Tensor:
-        """Normal numbers of mean 0 and standard deviation `std`, bfloat16."""
-        numbers = torch.randn(*shape, generator=self.random, device=self.device)
-        return (numbers * std).to(DTYPE)
-
-    def zeros(self, *shape: int) -> Tensor:
-        """Zeros, bfloat16."""
-        return torch.zeros(*shape, device=self.device, dtype=DTYPE)
-
-    def attention(self) -> dict[str, Tensor]:
-        """Gated attention, matrices [out, in]; q_proj holds query and gate of each head."""
-        c, hidden = self.sizes, self.sizes["hidden_size"]
-        queries = c["num_attention_heads"] * c["head_dim"]
-        keys = c["num_key_value_heads"] * c["head_dim"]
-        return {
-            "self_attn.q_proj.weight": self.normal(2 * queries, hidden),
-            "self_attn.k_proj.weight": self.normal(keys, hidden),
-            "self_attn.v_proj.weight": self.normal(keys, hidden),
-            "self_attn.o_proj.weight": self.normal(hidden, queries, std=NEGLIGIBLE),
-            "self_attn.q_norm.weight": self.zeros(c["head_dim"]),
-            "self_attn.k_norm.weight": self.zeros(c["head_dim"]),
-        }
-
-    def delta_net(self) -> dict[str, Tensor]:
-        """Gated delta net; A_log and the gated norm are float32, as in released checkpoints."""
-        c, hidden = self.sizes, self.sizes["hidden_size"]
-        heads = c["linear_num_value_heads"]
-        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
-        values = heads * c["linear_value_head_dim"]
-        decay = torch.empty(heads, device=self.device).uniform_(1, 16, generator=self.random)
-        return {
-            "linear_attn.in_proj_qkv.weight": self.normal(2 * keys + values, hidden),
-            "linear_attn.in_proj_z.weight": self.normal(values, hidden),
-            "linear_attn.in_proj_b.weight": self.normal(heads, hidden),
-            "linear_attn.in_proj_a.weight": self.normal(heads, hidden),
-            "linear_attn.conv1d.weight": self.normal(2 * keys + values, 1, CONV_KERNEL, std=0.3),
-            "linear_attn.A_log": decay.log(),
-            "linear_attn.dt_bias": self.normal(heads, std=1.0),
-            "linear_attn.norm.weight": torch.ones(c["linear_value_head_dim"], device=self.device),
-            "linear_attn.out_proj.weight": self.normal(hidden, values, std=NEGLIGIBLE),
-        }
-
-    def mlp_and_norms(self) -> dict[str, Tensor]:
-        """The MLP and both norms, whose weights are zeros because they are offsets from one."""
-        hidden, width = self.sizes["hidden_size"], self.sizes["intermediate_size"]
-        return {
-            "mlp.gate_proj.weight": self.normal(width, hidden),
-            "mlp.up_proj.weight": self.normal(width, hidden),
-            "mlp.down_proj.weight": self.normal(hidden, width, std=NEGLIGIBLE),
-            "input_layernorm.weight": self.zeros(hidden),
-            "post_attention_layernorm.weight": self.zeros(hidden),
-        }
-
-    def layer(self, mixer: Callable[[], dict[str, Tensor]], prefix: str) -> dict[str, Tensor]:
-        """A whole layer by full names. mixer: self.attention or self.delta_net."""
-        tensors = mixer() | self.mlp_and_norms()
-        return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def build(size: str, accept: float, seed: int, device: str = "cpu") -> dict[str, Tensor]:
-    """All tensors of the checkpoint under their Hugging Face names."""
-    sizes = SIZES[size]
-    hidden, vocab, layers = sizes["hidden_size"], sizes["vocab_size"], sizes["num_hidden_layers"]
-    random = torch.Generator(device=device).manual_seed(seed + 1)
-    fill = Filler(sizes=sizes, random=random, device=device)
-    embedding, scale = _plant_embedding(chain(vocab, accept, seed), hidden, random, device)
-    weights = {TARGET + "embed_tokens.weight": embedding.to(DTYPE)}
-    for index in range(layers):
-        mixer = fill.attention if _is_attention(index) else fill.delta_net
-        weights |= fill.layer(mixer, f"{TARGET}layers.{index}.")
-    _plant_next(weights, f"{TARGET}layers.{layers - 1}.mlp.", hidden, scale)
-    weights[TARGET + "norm.weight"] = _only_block_0(fill, hidden)
-    weights |= fill.layer(fill.attention, "mtp.layers.0.")
-    weights |= {
-        "mtp.pre_fc_norm_embedding.weight": fill.zeros(hidden),
-        "mtp.pre_fc_norm_hidden.weight": fill.zeros(hidden),
-        "mtp.fc.weight": _plant_guess(fill, hidden),
-        "mtp.norm.weight": _only_block_0(fill, hidden),
-    }
-    return weights
-
-
 def text_config(size: str) -> dict[str, Any]:
     """The `text_config` of config.json; the last id of the vocabulary ends a sequence."""
     sizes = SIZES[size]
+    # Releases with a head of their own say so at the root of config.json alone.
     return sizes | {
-        "model_type": "qwen3_5_text",
+        "model_type": "qwen3_5_moe_text" if "num_experts" in sizes else "qwen3_5_text",
         "layer_types": [
-            "full_attention" if _is_attention(layer) else "linear_attention"
+            "full_attention" if is_attention(layer) else "linear_attention"
             for layer in range(sizes["num_hidden_layers"])
         ],
         "full_attention_interval": FULL_ATTENTION_INTERVAL,
@@ -280,7 +221,7 @@ def text_config(size: str) -> dict[str, Any]:
             "mrope_interleaved": True,
         },
         "max_position_embeddings": 262_144,
-        "tie_word_embeddings": True,
+        **({"tie_word_embeddings": True} if size in TIED else {}),
         "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
         "mamba_ssm_dtype": "float32",
@@ -293,17 +234,20 @@ def text_config(size: str) -> dict[str, Any]:
 def nested_config(text: dict[str, Any]) -> dict[str, Any]:
     """config.json in the multimodal layout; its one small vision layer has no weights."""
     vocab = text["vocab_size"]
+    kind, prefix = (
+        ("qwen3_5_moe", "Qwen3_5Moe") if "num_experts" in text else ("qwen3_5", "Qwen3_5")
+    )
     return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [f"{prefix}ForConditionalGeneration"],
+        "model_type": kind,
         "text_config": text,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
         "image_token_id": vocab - 4,
         "video_token_id": vocab - 3,
         "vision_start_token_id": vocab - 6,
         "vision_end_token_id": vocab - 5,
         "vision_config": {
-            "model_type": "qwen3_5",
+            "model_type": kind,
             "depth": 1,
             "hidden_size": 64,
             "num_heads": 2,
@@ -319,78 +263,59 @@ def nested_config(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(out: Path, size: str, accept: float, seed: int, device: str = "cpu") -> None:
-    """Write a checkpoint without a tokenizer, and last planted.json with the three arguments."""
-    text = text_config(size)
-    generation = {"eos_token_id": text["eos_token_id"]}
+def write(
+    out: Path,
+    size: str,
+    accept: float,
+    seed: int,
+    device: str = "cpu",
+    quantization: str | None = None,
+) -> None:
+    """Write a checkpoint without a tokenizer, and last planted.json with the arguments.
+
+    Where the head is not tied the tensors are drawn and written a layer at a time, so that neither
+    the device nor this host holds more than a few layers. quantization: one of QUANTIZATIONS.
+    """
+    text, sizes = text_config(size), SIZES[size]
+    tokens = chain(sizes["vocab_size"], accept, seed)
+    random = torch.Generator(device=device).manual_seed(seed + 1)
+    pieces = planted_weights.pieces(
+        sizes, tokens.next, tokens.guess, tied=size in TIED, random=random, device=device
+    )
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(nested_config(text), indent=1))
+    if quantization:
+        pieces = map(planted_weights.fp8_release, pieces)
+    if size in TIED:
+        whole = {name: tensor for piece in pieces for name, tensor in piece.items()}
+        shards.write_file(out / "model.safetensors", whole)
+        names = list(whole)
+    else:
+        names = list(shards.write_shards(out, pieces, planted_weights.num_pieces(sizes)))
+    config = nested_config(text)
+    if quantization:
+        config["quantization_config"] = fp8_config(names)
+    generation = {"eos_token_id": text["eos_token_id"]}
+    (out / "config.json").write_text(json.dumps(config, indent=1))
     (out / "generation_config.json").write_text(json.dumps(generation))
-    weights = build(size, accept, seed, device)
-    weights = {name: tensor.contiguous().cpu() for name, tensor in weights.items()}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    arguments = {"size": size, "accept": accept, "seed": seed}
+    arguments: dict[str, Any] = {"size": size, "accept": accept, "seed": seed}
+    if quantization:
+        arguments["quantization"] = quantization
     (out / "planted.json").write_text(json.dumps(arguments))
 
 
-def _is_attention(layer: int) -> bool:
-    return (layer + 1) % FULL_ATTENTION_INTERVAL == 0
-
-
-def _block(hidden: int) -> int:
-    """N, the width of one of the three blocks; of the channels left over one is constant."""
-    return (hidden - 8) // 3
-
-
-def _plant_embedding(
-    chain: Chain, hidden: int, random: torch.Generator, device: str
-) -> tuple[Tensor, float]:
-    """The embedding, float32 [V, H], and its scale.
-
-    The root mean square of each row is 1, so that a norm does not change it.
-    """
-    vocab, n = len(chain.next), _block(hidden)
-    unit = torch.randn(vocab, n, generator=random, device=device)
-    unit /= unit.norm(dim=1, keepdim=True)
-    embedding = torch.zeros(vocab, hidden, device=device)
-    embedding[:, :n] = unit
-    embedding[:, n : 2 * n] = unit[chain.next.to(device)]
-    embedding[:, 2 * n : 3 * n] = unit[chain.guess.to(device)]
-    embedding[:, 3 * n] = 1.0
-    scale = math.sqrt(hidden / 4)
-    return embedding.mul_(scale), scale
-
-
-def _plant_next(weights: dict[str, Tensor], mlp: str, hidden: int, scale: float) -> None:
-    """Set N channels of an MLP so that it adds block 1 - block 0 of the hidden to block 0."""
-    n = _block(hidden)
-    channel = torch.arange(n)
-    gate, up, down = (weights[f"{mlp}{name}_proj.weight"] for name in ("gate", "up", "down"))
-    gate[:n] = 0
-    gate[:n, 3 * n] = GATE / scale
-    up[:n] = 0
-    up[channel, n + channel] = 1
-    up[channel, channel] = -1
-    down[:n] = 0
-    down[:, :n] = 0
-    down[channel, channel] = (1 + math.exp(-GATE)) / GATE
-
-
-def _plant_guess(fill: Filler, hidden: int) -> Tensor:
-    """mtp.fc, [H, 2H] over (embedding, hidden): its block 0 is block 2 of the embedding."""
-    n = _block(hidden)
-    channel = torch.arange(n)
-    fc = fill.normal(hidden, 2 * hidden, std=NEGLIGIBLE)
-    fc[:n] = 0
-    fc[channel, 2 * n + channel] = 1
-    return fc
-
-
-def _only_block_0(fill: Filler, hidden: int) -> Tensor:
-    """A final norm's weight, as an offset from one, that zeroes all channels but block 0."""
-    weight = fill.zeros(hidden) - 1
-    weight[: _block(hidden)] = 0
-    return weight
+def fp8_config(names: list[str]) -> dict[str, Any]:
+    """The quantization_config of an FP8 release that holds tensors of these names."""
+    converted = {name.removesuffix("_scale_inv") for name in names if name.endswith("_scale_inv")}
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": [
+            name.removesuffix(".weight")
+            for name in names
+            if name.endswith(".weight") and name not in converted
+        ],
+    }
 
 
 def main(
@@ -399,14 +324,19 @@ def main(
     accept: Annotated[float, typer.Option(help="Share of tokens whose draft is right.")] = 0.8425,
     seed: int = 0,
     device: Annotated[str, typer.Option(help="Where to draw the weights.")] = "cpu",
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8: in the form of FP8 releases.  [default: bfloat16]")
+    ] = None,
 ) -> None:
     """Write a planted checkpoint; chain() and expected_counts() give the answers it must give."""
     if size not in SIZES:
         raise typer.BadParameter(f"size = {size!r}: must be one of {', '.join(SIZES)}")
     if not 0 <= accept <= 1:
         raise typer.BadParameter(f"accept = {accept}: must lie in [0, 1]")
-    write(out, size, accept, seed, device)
-    print(f"{out}: {size}, accept {accept}, seed {seed}")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise typer.BadParameter(f"quantization = {quantization!r}: must be fp8, or not given")
+    write(out, size, accept, seed, device, quantization)
+    print(f"{out}: {size}, {quantization or 'bfloat16'}, accept {accept}, seed {seed}")
 
 
 if __name__ == "__main__":

@@ -282,6 +282,14 @@ def test_a_missing_planted_checkpoint_is_written_once(
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+def test_a_size_may_name_an_fp8_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "CACHE", tmp_path)
+    folder = latency.planted_model("tiny-moe-fp8", "cpu", 0.5, 3)
+    assert folder != latency.planted_model("tiny-moe", "cpu", 0.5, 3)
+    made_with = json.loads((folder / "planted.json").read_text())
+    assert made_with == {"size": "tiny-moe", "accept": 0.5, "seed": 3, "quantization": "fp8"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu_is_said_before_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -292,9 +300,10 @@ def test_no_gpu_is_said_before_a_checkpoint_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--size"):
-        latency.planted_model("3b", "cpu", 0.5, 0)
+@pytest.mark.parametrize("size", ["3b", "fp8", "9b-fp8-fp8", "-fp8"])
+def test_an_unknown_size_is_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match=f"--size {size}: must be one of .*27b"):
+        latency.planted_model(size, "cpu", 0.5, 0)
 
 
 @pytest.mark.ray
