@@ -2,9 +2,9 @@
 
     x -> q, k, v, gate -> norm by head -> rotary -> paged attention -> * sigmoid(gate) -> o_proj
 
-The checkpoint's q_proj holds, for each head, d rows of q and then d rows of gate. When the layer is
-built they are reordered into one matrix [q | k | v | gate], so that one operation norms and rotates
-both q and k. Keys and values are written to KvPages.
+The checkpoint's q_proj holds, for each head, d rows of q and then d rows of gate. They are loaded
+into one matrix [q | k | v | gate], so that one operation norms and rotates both q and k. Keys and
+values are written to KvPages.
 Shapes: B slots | R rows | H hidden | n query heads, m kv heads of this rank | d head width
 """
 
@@ -17,6 +17,7 @@ from outrider.model.blocks import Params
 from outrider.model.cache import KvPages
 from outrider.model.config import ModelConfig
 from outrider.parallel.device import Device
+from outrider.parallel.formats import row_range
 from outrider.parallel.linear import ColumnLinear, RowLinear
 from outrider.parallel.operands import PartialSum, Rows
 
@@ -31,15 +32,14 @@ class Attention:
         self.n, self.d = heads.num_heads // size, heads.head_dim
         self.m = heads.kv_heads_of(size)
         n, m, d = self.n, self.m, self.d
-        q, gate = params["q_proj.weight"].unflatten(0, (n, 2, d)).unbind(1)
-        parts = (q.flatten(0, 1), params["k_proj.weight"], params["v_proj.weight"])
-        in_proj = torch.cat((*parts, gate.flatten(0, 1)))
+        in_proj = params["in_proj.weight"]
         self.in_proj = ColumnLinear(in_proj, device)
         self.widths = ((n + m) * d, m * d, n * d)
         self.o_proj = RowLinear(params["o_proj.weight"], device)
         scales = [params["q_norm.weight"].expand(n, -1), params["k_norm.weight"].expand(m, -1)]
         self.scale, self.eps = torch.cat(scales) + 1.0, config.rms_norm_eps
-        self.kv_weight, self.k_scale = in_proj[n * d : (n + 2 * m) * d], self.scale[n:]
+        self.kv_weight = row_range(in_proj, n * d, (n + 2 * m) * d)
+        self.k_scale = self.scale[n:]
         self.k_pages, self.v_pages = pages.k[index], pages.v[index]
         self.ops = device.ops
 

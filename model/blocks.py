@@ -2,28 +2,30 @@
 
     x -> x + mixer(norm(x)) -> x + mlp(norm(x)), where x is the residual stream
 
-Attributes carry the names of the checkpoint's parameters. Matrices that read the same input are
-merged into one when a layer is built, and views of its output are used.
+Attributes carry the names of model/rules.py. Matrices that read the same input are one, and views
+of its output are used.
 Shapes: B slots | R rows | H hidden | i this rank's MLP columns
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.model.config import AttentionConfig
+from outrider.model.config import AttentionConfig, ExpertConfig, ModelConfig
 from outrider.parallel.device import Device
 from outrider.parallel.linear import RowLinear
-from outrider.parallel.operands import PartialSum, Rows
+from outrider.parallel.operands import ExpertLayer, PartialSum, Rows
 
-Params = Mapping[str, Tensor]
-"""Tensors of this rank by name. The names start below the module that takes the tensors."""
+Params = Mapping[str, Any]
+"""Tensors and matrices (parallel/formats.py) of this rank by the names of model/rules.py, which
+start below the module that takes them."""
 
 
-def under(params: Params, prefix: str) -> dict[str, Tensor]:
+def under(params: Params, prefix: str) -> dict[str, Any]:
     """The tensors whose names start with `prefix`, by the rest of their names."""
     return {name[len(prefix) :]: t for name, t in params.items() if name.startswith(prefix)}
 
@@ -47,7 +49,7 @@ class Mlp:
     """down(silu(gate(x)) * up(x)), where gate and up are one matrix [2i, H]."""
 
     def __init__(self, params: Params, device: Device) -> None:
-        self.gate_up = torch.cat((params["gate_proj.weight"], params["up_proj.weight"]))
+        self.gate_up = params["gate_up_proj.weight"]
         self.down_proj = RowLinear(params["down_proj.weight"], device)
         self.ops = device.ops
 
@@ -56,22 +58,53 @@ class Mlp:
         return self.down_proj(self.ops.linear_swiglu(x, self.gate_up))
 
 
+class Experts:
+    """A mixture of experts with a shared one, in the place of an Mlp (Ops.experts)."""
+
+    def __init__(self, config: ExpertConfig, params: Params, device: Device) -> None:
+        gate_up = params["experts.gate_up_proj"]
+        per_rank = gate_up.shape[0]
+        self.layer = ExpertLayer(
+            router=params["gate.weight"],
+            top_k=config.top_k,
+            normalised=config.normalised,
+            first_expert=device.tp.rank * per_rank if per_rank < config.num_experts else 0,
+            gate_up=gate_up,
+            down=params["experts.down_proj"],
+            shared_gate_up=params["shared_expert.gate_up_proj.weight"],
+            shared_down=params["shared_expert.down_proj.weight"],
+            shared_gate=params["shared_expert_gate.weight"],
+        )
+        self.ops, self.group = device.ops, device.tp
+
+    def __call__(self, x: Tensor) -> PartialSum:
+        """x [B, R, H] -> this rank's part of [B, R, H]."""
+        return PartialSum(self.ops.experts(x, self.layer), self.group)
+
+
 class Block:
-    """One decoder layer around a mixer, which is its attention or its delta net."""
+    """One decoder layer around a mixer, which is its attention or its delta net. It has experts
+    where its parameters have."""
 
     def __init__(
         self,
+        config: ModelConfig,
         params: Params,
         mixer: Callable[[Tensor, Rows], PartialSum],
-        eps: float,
         device: Device,
     ) -> None:
+        eps = config.rms_norm_eps
         self.mixer = mixer
         self.input_layernorm = RmsNorm(params["input_layernorm.weight"], eps, device)
         self.post_attention_layernorm = RmsNorm(
             params["post_attention_layernorm.weight"], eps, device
         )
-        self.mlp = Mlp(under(params, "mlp."), device)
+        mlp = under(params, "mlp.")
+        if "experts.gate_up_proj" in mlp:
+            assert config.experts is not None, "config.json has experts where the weights do"
+            self.mlp = Experts(config.experts, mlp, device)
+        else:
+            self.mlp = Mlp(mlp, device)
 
     def __call__(self, normed: Tensor, x: Tensor, rows: Rows) -> tuple[PartialSum, Tensor]:
         """The residual stream x [B, R, H] and its input norm -> this rank's part of what the MLP

@@ -10,16 +10,23 @@ text-only checkpoints has them at the root. Both are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from outrider.model.quantisation import Quantisation, read_quantisation
 from outrider.model.step import Sampling
 
-ARCHITECTURES = {"Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"}
-TEXT_TYPES = {"qwen3_5_text", "qwen3_5"}
+ARCHITECTURES = {
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+}
+TEXT_TYPES = {"qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_next"}
 GENERATION_FILE = "generation_config.json"
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of Sampling for which GENERATION_FILE may give a request's default."""
@@ -69,12 +76,28 @@ class GdnConfig:
         return self.num_v_heads * self.head_v_dim
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts in place of an MLP: each row takes top_k of num_experts, and the shared
+    expert."""
+
+    num_experts: int
+    top_k: int
+    width: int
+    """MLP columns of an expert."""
+    shared_width: int
+    """MLP columns of the shared expert."""
+    normalised: bool
+    """Whether the weights of a row's experts are scaled to a sum of 1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One Qwen3.5-class text model and its MTP draft."""
 
     hidden_size: int
     intermediate_size: int
+    """MLP columns of the layers without experts; 0 where all have experts."""
     vocab_size: int
     layer_types: tuple[str, ...]
     """"full_attention" or "linear_attention" for each layer."""
@@ -83,7 +106,7 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     """True where the LM head is the embedding table. load_config gives what config.json says;
-    weights.settle_head makes it False where the files hold a head that differs."""
+    weights.settle makes it False where the files hold a head that differs."""
     max_position_embeddings: int
     num_mtp_layers: int
     mtp_dedicated_embeddings: bool
@@ -92,6 +115,12 @@ class ModelConfig:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict, compare=False)
     """What a request takes for fields of Sampling that it leaves open: those of MODEL_DEFAULTS that
     the checkpoint's generation_config.json gives."""
+    experts: ExpertConfig | None = None
+    """Those of the layers in expert_layers, and of the draft's layer."""
+    expert_layers: frozenset[int] = frozenset()
+    """Indices of the target's layers with experts."""
+    quantisation: Quantisation | None = None
+    """How the files store weights; None: as plain numbers."""
     source: str = field(default="config.json", compare=False)
     """Path of config.json, for error messages."""
 
@@ -109,8 +138,11 @@ class ModelConfig:
         """Indices of the layers with a gated delta net."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "linear_attention")
 
-    def check_divides(self, size: int) -> None:
-        """Raise ConfigError unless every sharded count divides over `size` ranks."""
+    def check_divides(self, size: int, *, expert_parallel: bool = False) -> None:
+        """Raise ConfigError unless every sharded count divides over `size` ranks.
+
+        expert_parallel: whether they share the experts, instead of each expert's columns.
+        """
         counts = {
             "num_attention_heads": self.attention.num_heads,
             "linear_num_key_heads": self.gdn.num_k_heads,
@@ -118,6 +150,12 @@ class ModelConfig:
             "intermediate_size": self.intermediate_size,
             "vocab_size": self.vocab_size,
         }
+        if self.experts:
+            counts["shared_expert_intermediate_size"] = self.experts.shared_width
+            if expert_parallel:
+                counts["num_experts"] = self.experts.num_experts
+            else:
+                counts["moe_intermediate_size"] = self.experts.width
         wrong = [f"{name} = {n}" for name, n in counts.items() if n % size]
         kv = self.attention.num_kv_heads
         if kv % size and size % kv:
@@ -162,6 +200,11 @@ class RunConfig:
     """K, drafts an iteration. At 0 the draft is not loaded."""
     auto_depth: bool = False
     """True where a StepPlan may ask for fewer drafts than draft_tokens."""
+    expert_parallel: bool = False
+    """Whether ranks share the experts of a mixture, instead of each expert's columns."""
+    quantization: str = "model"
+    """"model": weights are stored as in the checkpoint; "fp8": matrices that it has as plain
+    numbers are rounded to FP8 with a scale for each block of 128 x 128."""
     draft_body: str = "local"
     """"local": the whole draft body on every rank; "sharded": over the target's group."""
     draft_head: str = "model"
@@ -192,8 +235,8 @@ def load_config(model_dir: Path) -> ModelConfig:
     """Read config.json of a Hugging Face folder, and from the files beside it which ids end an
     answer and how requests sample by default.
 
-    Raises ConfigError when a file is not JSON or lacks a key, when the checkpoint is quantised, and
-    when it is no Qwen3.5 dense text model.
+    Raises ConfigError when a file is not JSON or lacks a key, when the checkpoint is quantised in a
+    way that cannot be run, and when it is no Qwen3.5 or Qwen3-Next text model.
     """
     folder = Path(model_dir)
     path = folder / "config.json"
@@ -207,6 +250,8 @@ def load_config(model_dir: Path) -> ModelConfig:
             raise ConfigError(f"{path}: {name} = {value!r}: a whole number above 0 is needed")
         return value
 
+    num_layers = count("num_hidden_layers")
+    experts, expert_layers = _experts(text, num_layers, count)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"{path}: rope_type {rope['rope_type']!r} is not supported: only default")
@@ -215,9 +260,9 @@ def load_config(model_dir: Path) -> ModelConfig:
     factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
     return ModelConfig(
         hidden_size=count("hidden_size"),
-        intermediate_size=count("intermediate_size"),
+        intermediate_size=count("intermediate_size") if len(expert_layers) < num_layers else 0,
         vocab_size=vocab_size,
-        layer_types=_layer_types(text, count("num_hidden_layers"), path),
+        layer_types=_layer_types(text, num_layers, path),
         attention=AttentionConfig(
             num_heads=count("num_attention_heads"),
             num_kv_heads=count("num_key_value_heads"),
@@ -239,10 +284,13 @@ def load_config(model_dir: Path) -> ModelConfig:
             root.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
         ),
         max_position_embeddings=int(text.get("max_position_embeddings", 32768)),
-        num_mtp_layers=int(text.get("mtp_num_hidden_layers") or 0),
+        num_mtp_layers=_num_mtp_layers(text),
         mtp_dedicated_embeddings=bool(text.get("mtp_use_dedicated_embeddings", False)),
         eos_ids=_eos_ids(root, text, folder, vocab_size),
         sampling_defaults=_sampling_defaults(folder),
+        experts=experts,
+        expert_layers=expert_layers,
+        quantisation=_quantisation(root, text, path),
         source=str(path),
     )
 
@@ -272,17 +320,43 @@ def _check_kind(root: dict[str, Any], text: dict[str, Any], path: Path) -> None:
     if text.get("model_type") not in TEXT_TYPES and not ARCHITECTURES & set(names):
         raise ConfigError(
             f"{path}: model_type {text.get('model_type')!r}, architectures {names}: this is not a "
-            f"Qwen3.5 dense text model. Supported: {', '.join(sorted(ARCHITECTURES))}."
-        )
-    quantisation = root.get("quantization_config") or text.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-        raise ConfigError(
-            f"{path}: quantization_config has quant_method {method!r}: quantised checkpoints are "
-            f"not supported, by any method. Set `model` to the release without quantisation."
+            f"Qwen3.5 or Qwen3-Next text model. Supported: {', '.join(sorted(ARCHITECTURES))}."
         )
     if text.get("attention_bias"):
         raise ConfigError(f"{path}: attention_bias true: Qwen3.5 has no biases, none are loaded")
+
+
+def _experts(
+    text: dict[str, Any], num_layers: int, count: Callable[[str], int]
+) -> tuple[ExpertConfig | None, frozenset[int]]:
+    """The experts, and the indices of the layers that have them."""
+    if not text.get("num_experts"):
+        return None, frozenset()
+    dense = set(text.get("mlp_only_layers") or [])
+    step = text.get("decoder_sparse_step") or 1
+    layers = frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    experts = ExpertConfig(
+        num_experts=count("num_experts"),
+        top_k=min(count("num_experts_per_tok"), count("num_experts")),
+        width=count("moe_intermediate_size"),
+        shared_width=count("shared_expert_intermediate_size"),
+        normalised=bool(text.get("norm_topk_prob", True)),
+    )
+    return experts, layers
+
+
+def _num_mtp_layers(text: dict[str, Any]) -> int:
+    """Layers of the draft. Qwen3-Next's releases have one, which its config.json does not say."""
+    if text.get("model_type") == "qwen3_next":
+        return int(text.get("num_nextn_predict_layers", 1) or 0)
+    return int(text.get("mtp_num_hidden_layers") or 0)
+
+
+def _quantisation(root: dict[str, Any], text: dict[str, Any], path: Path) -> Quantisation | None:
+    try:
+        return read_quantisation(root.get("quantization_config") or text.get("quantization_config"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _layer_types(text: dict[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:

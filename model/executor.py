@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.model.batch import DecodeBatch, PromptChunk
+from outrider.model.blocks import Params
 from outrider.model.cache import GdnStates, KvPages
 from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.mtp import MtpDraft
@@ -152,9 +153,7 @@ class MtpDrafter:
 class Executor:
     """The target, the draft, the caches and the slot tensors of one rank."""
 
-    def __init__(
-        self, model: ModelConfig, run: RunConfig, params: dict[str, Tensor], device: Device
-    ) -> None:
+    def __init__(self, model: ModelConfig, run: RunConfig, params: Params, device: Device) -> None:
         size, rank = device.tp.size, device.tp.rank
         self.device, self.run = device, run
         self.check_drafts: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -179,7 +178,7 @@ class Executor:
             self.drafter = self._mtp_drafter(model, params, self.draft_pages, body_device)
 
     def _mtp_drafter(
-        self, model: ModelConfig, params: dict[str, Tensor], pages: KvPages, body_device: Device
+        self, model: ModelConfig, params: Params, pages: KvPages, body_device: Device
     ) -> MtpDrafter:
         """The draft, its body over the group of body_device, its head over the target's group."""
         tensors = {n[len("mtp.") :]: t for n, t in params.items() if n.startswith("mtp.")}

@@ -10,13 +10,13 @@ Shapes: B slots | R rows | H hidden
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from outrider.model.blocks import Params
 from outrider.model.cache import GdnStates
 from outrider.model.config import ModelConfig
 from outrider.parallel.device import Device
+from outrider.parallel.formats import StackedMatrix
 from outrider.parallel.linear import ColumnLinear, RowLinear
 from outrider.parallel.operands import GdnLayer, PartialSum, Rows
 
@@ -28,8 +28,10 @@ class GatedDeltaNet:
         self, config: ModelConfig, params: Params, states: GdnStates, index: int, device: Device
     ) -> None:
         gdn, size = config.gdn, device.tp.size
-        names = [f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
-        self.in_proj = ColumnLinear(torch.cat([params[name] for name in names]), device)
+        weight = params["in_proj.weight"]
+        if (narrow := params.get("in_proj_ba.weight")) is not None:
+            weight = StackedMatrix((weight, narrow))
+        self.in_proj = ColumnLinear(weight, device)
         self.out_proj = RowLinear(params["out_proj.weight"], device)
         self.layer = GdnLayer(
             num_k_heads=gdn.num_k_heads // size,

@@ -32,7 +32,7 @@ class MtpDraft:
         self.pre_fc_norm_hidden = RmsNorm(params["pre_fc_norm_hidden.weight"], eps, device)
         own = under(params, "layers.0.")
         self.attention = Attention(config, under(own, "self_attn."), pages, 0, device)
-        self.layer = Block(own, self.attention, eps, device)
+        self.layer = Block(config, own, self.attention, device)
         self.norm = RmsNorm(params["norm.weight"], eps, device)
 
     def __call__(self, hidden: Tensor, tokens: Tensor, rows: Rows) -> Tensor:

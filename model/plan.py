@@ -2,7 +2,7 @@
 
     ModelConfig + RunConfig -> MemoryPlan -> number of KV pages that fit a budget
 
-Loading and allocation use the same tables (weights.rules and the shapes of the caches), and a test
+Loading and allocation use the same tables (rules.rules and the shapes of the caches), and a test
 compares the plan with what is allocated. Page 0 holds no request's tokens, but is allocated and
 counted like the others.
 """
@@ -16,8 +16,8 @@ import torch
 
 from outrider.model.backlog import Backlog
 from outrider.model.config import ConfigError, ModelConfig, RunConfig
+from outrider.model.rules import rules
 from outrider.model.sampling import SamplingMemory
-from outrider.model.weights import rules
 from outrider.parallel.device import Capabilities
 
 
@@ -57,7 +57,7 @@ class MemoryPlan:
 
 def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
     """The plan of one rank. Raises ConfigError when the ranks cannot share the model."""
-    model.check_divides(run.tensor_parallel)
+    model.check_divides(run.tensor_parallel, expert_parallel=run.expert_parallel)
     parts: dict[str, int] = {}
     for rule in rules(model, run):
         parts[rule.part] = parts.get(rule.part, 0) + rule.num_bytes(run)

@@ -20,7 +20,7 @@ from outrider.parallel.operands import Rows
 
 
 class Qwen35:
-    """One rank's share of the target. `params` have the checkpoint's names, without its prefix."""
+    """One rank's share of the target. `params` have the names of model/rules.py."""
 
     def __init__(
         self, config: ModelConfig, params: Params, pages: KvPages, states: GdnStates, device: Device
@@ -36,7 +36,7 @@ class Qwen35:
             else:
                 index = config.gdn_layers.index(i)
                 mixer = GatedDeltaNet(config, under(own, "linear_attn."), states, index, device)
-            self.layers.append(Block(own, mixer, config.rms_norm_eps, device))
+            self.layers.append(Block(config, own, mixer, device))
         self.norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
         """The norm that follows each layer: the input norm of the next, or the final norm."""
 

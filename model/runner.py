@@ -28,7 +28,7 @@ from outrider.model.prefill import PaddedSpans, PrefillPolicy
 from outrider.model.running import InFlight, InFlightStep, RunningRequest, SlotTable
 from outrider.model.sampling import NO_FEATURES
 from outrider.model.step import Join, Leave, Progress
-from outrider.model.weights import load, settle_head
+from outrider.model.weights import load, settle
 from outrider.parallel.device import Device
 from outrider.parallel.graph import Graphs
 
@@ -45,7 +45,7 @@ class Runner:
     ) -> None:
         self.run = run
         device = ablation.old_device(device, run.ablation)
-        model = settle_head(load_config(Path(run.model_dir)), Path(run.model_dir))
+        model = settle(load_config(Path(run.model_dir)), Path(run.model_dir))
         coarse = model.gdn.coarse_state and run.coarse_state
         gdn = replace(model.gdn, coarse_state=coarse, rows_in_turn=run.pin_rows)
         self.model = replace(model, gdn=gdn)

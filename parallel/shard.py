@@ -8,6 +8,7 @@ A unit is what must stay together, such as the columns of a head; size is the nu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,25 @@ class Part:
 
     length: int
     units: int
+    taken: tuple[int, int] | None = None
+    """(first, width): the only rows or columns of each unit that are taken; None: all of them."""
+
+    def granule(self, size: int) -> int:
+        """A number that divides the start and the length of every rank's ranges in this part."""
+        unit = self.length // self.units
+        if self.taken:
+            return math.gcd(unit, *self.taken)
+        if self.units == self.length and self.length % size == 0:
+            return self.length // size
+        return unit
+
+    def spans(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """The ranges of this part that the rank holds, in order."""
+        start, length = self.share(rank, size)
+        if not self.taken:
+            return [(start, start + length)]
+        (first, width), unit = self.taken, self.length // self.units
+        return [(a + first, a + first + width) for a in range(start, start + length, unit)]
 
     def share(self, rank: int, size: int) -> tuple[int, int]:
         """(start, length) of this rank's units. Where there are fewer units than ranks, several
@@ -43,10 +63,15 @@ class Cut:
         """The ranges of the whole along `dim` that the rank holds, in order."""
         spans, offset = [], 0
         for part in self.parts:
-            start, length = part.share(rank, size)
-            spans.append((offset + start, offset + start + length))
+            spans += [(offset + a, offset + b) for a, b in part.spans(rank, size)]
             offset += part.length
         return spans
+
+    def granule(self, length: int, size: int) -> int:
+        """A number that divides the start and the length of every rank's ranges of a tensor that
+        has `length` along dim."""
+        parts = self.parts or (Part(length, 1),)
+        return math.gcd(*(n for p in parts for n in (p.length, p.granule(size))))
 
     def local_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         """Shape of a rank's share of a tensor of `shape`. Every rank's share has the same."""

@@ -229,7 +229,9 @@ def _checkpoint(spec: Spec) -> Iterator[Check]:
         return
     try:
         model = load_config(folder)
-        model.check_divides(spec.parallel.tensor_parallel)
+        model.check_divides(
+            spec.parallel.tensor_parallel, expert_parallel=spec.parallel.expert_parallel
+        )
         run = spec.run_config(model, folder, 0)
     except ConfigError as error:
         yield Check("checkpoint.config", "error", str(error), "see the named file or key")

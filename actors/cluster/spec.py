@@ -45,6 +45,8 @@ class ParallelSpec:
 
     tensor_parallel: Count = 2
     """Ranks of the target model: one process and one device each."""
+    expert_parallel: bool = False
+    """Models with experts: whether ranks share the experts, instead of each expert's columns."""
     collective: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
     """What carries tensors between ranks; auto picks by device."""
     rank_cpus: tuple[str, ...] | Literal["auto"] | None = "auto"
@@ -178,6 +180,9 @@ class Spec:
     """Device kind of every rank."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, activations and KV; auto: float32 on cpu, bfloat16 elsewhere."""
+    quantization: Literal["model", "fp8"] = "model"
+    """How matrices are stored: as in the checkpoint, or rounded to FP8 at load where that has them
+    as plain numbers: half the bytes to read, other tokens."""
     parallel: ParallelSpec = ParallelSpec()
     speculation: SpeculationSpec = SpeculationSpec()
     cache: CacheSpec = CacheSpec()
@@ -257,14 +262,16 @@ class Spec:
 
         model_dir = resolve_model(self.model, with_weights=check_weights)
         stated = load_config(model_dir)
-        model = weights.settle_head(stated, model_dir)
-        if model != stated:
+        model = weights.settle(stated, model_dir)
+        if model.tie_word_embeddings != stated.tie_word_embeddings:
             warnings.warn(
                 f"{stated.source}: tie_word_embeddings is true, but the checkpoint holds an "
                 f"lm_head.weight that differs from the embedding: it is used",
                 stacklevel=3,
             )
-        model.check_divides(self.parallel.tensor_parallel)
+        model.check_divides(
+            self.parallel.tensor_parallel, expert_parallel=self.parallel.expert_parallel
+        )
         run = self.run_config(model, model_dir, 0)
         if check_weights:
             weights.check_weights(model_dir, model, run)
@@ -306,11 +313,17 @@ class Spec:
         if coarse == "bfloat16" and not model.gdn.coarse_state:
             rule = f"must be auto or float32: {model.source} asks for float32 (mamba_ssm_dtype)"
             raise self.error("cache.state_dtype", rule)
+        quantised = model.quantisation
+        if self.quantization == "fp8" and quantised and quantised.method != "fp8":
+            rule = f"must be model: {model.source} has weights quantised by {quantised.method}"
+            raise self.error("quantization", rule)
         return RunConfig(
             model_dir=str(model_dir),
             coarse_state=coarse != "float32",
             dtype=self.resolved_dtype,
             tensor_parallel=self.parallel.tensor_parallel,
+            expert_parallel=self.parallel.expert_parallel,
+            quantization=self.quantization,
             draft_tokens=depth,
             auto_depth=auto and depth > 0,
             draft_body=self.speculation.draft_body,

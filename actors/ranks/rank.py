@@ -203,14 +203,14 @@ def settle_pages(setup: RankSetup, index: int) -> int:
     For CPU ranks the engine has checked the host's memory before. Raises ConfigError that says by
     how much memory is too little.
     """
-    from outrider.model.weights import settle_head
+    from outrider.model.weights import settle
     from outrider.parallel.devices import free_device_bytes
 
     free_bytes = free_device_bytes(setup.device, index)
     if free_bytes is None:
         return setup.run.num_pages
     folder = Path(setup.run.model_dir)
-    model = settle_head(load_config(folder), folder)
+    model = settle(load_config(folder), folder)
     return setup.spec.resolve_pages(model, folder, free_bytes)
 
 

@@ -157,25 +157,55 @@ def with_eos(folder: Path, **table: object) -> Path:
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
-    ("table", "named"),
+    ("table", "words"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "ours", "bits": 4}, "'ours'"),
-        ({"bits": 4}, "None"),
-        ("int8", "None"),
+        ({"quant_method": "ours", "bits": 4}, ("quant_method 'ours'", "only fp8", "without quant")),
+        ({"quant_method": "awq", "bits": 4}, ("quant_method 'awq'", "gptq")),
+        ({"bits": 4}, ("quant_method None",)),
+        ("int8", ("'int8'", "a JSON object is needed")),
+        ({"quant_method": "fp8"}, ("weight_block_size None", "[128, 128]")),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ("weight_block_size [128]",)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, ("weight_block_size [128, 0]",)),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"},
+            ("fmt 'e5m2'", "e4m3"),
+        ),
+        (
+            {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True},
+            ("bits = 8 (4 is", "group_size = -1", "sym = None (true", "desc_act = True (false"),
+        ),
     ],
 )
-def test_a_quantised_checkpoint_is_refused_by_its_method(
-    tmp_path: Path, table: object, named: str, nested: bool
+def test_a_quantisation_that_cannot_be_run_is_one_line(
+    tmp_path: Path, table: object, words: tuple[str, ...], nested: bool
 ) -> None:
     root: dict = {"text_config": checkpoints.config()}
     (root["text_config"] if nested else root)["quantization_config"] = table
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, root))
-    for words in (f"quant_method {named}", "quantised", "release without", str(tmp_path)):
-        assert words in str(caught.value)
+    for words_of_it in (*words, str(tmp_path)):
+        assert words_of_it in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_names_of_plain_modules_are_read_in_every_spelling(tmp_path: Path) -> None:
+    """Lists hold whole names with a prefix, and modules above the ones that are meant."""
+    names = ["lm_head", "model.language_model.layers.0.mlp.gate", "mtp.fc", "model.visual"]
+    table = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    text = checkpoints.config(quantization_config=table | {"modules_to_not_convert": names})
+    quantisation = load_config(write(tmp_path, text)).quantisation
+    assert quantisation is not None
+    plain = ["lm_head.weight", "layers.0.mlp.gate.weight", "mtp.fc.weight"]
+    coded = ["layers.0.mlp.gate_proj.weight", "layers.10.mlp.gate.weight", "mtp.layers.0.a.weight"]
+    assert not any(map(quantisation.covers, plain))
+    assert all(map(quantisation.covers, coded))
+    table = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    text = checkpoints.config(quantization_config=table | {"dynamic": {r"-:.*self_attn.*": {}}})
+    quantisation = load_config(write(tmp_path, text)).quantisation
+    assert quantisation is not None
+    assert quantisation.block == (1, 128)
+    assert not quantisation.covers("layers.3.self_attn.q_proj.weight")
+    assert quantisation.covers("layers.3.mlp.up_proj.weight")
 
 
 def test_old_rope_keys_are_read_at_text_level(tmp_path: Path) -> None:

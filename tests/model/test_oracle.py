@@ -9,6 +9,7 @@ import torch
 
 from outrider.model.config import RunConfig, load_config
 from outrider.model.executor import Executor
+from outrider.model.rules import Rule, rules
 from outrider.model.step import Join, Sampling
 from outrider.model.weights import load
 from tests import checkpoints
@@ -148,6 +149,16 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     assert (got - want).norm() / want.norm() < 0.1
 
 
+def put_together(rule: Rule, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What one rank holds of a rule, cut from the checkpoint's weights here."""
+    parts = []
+    for piece in rule.pieces:
+        name = piece.name if piece.name in weights else f"model.{piece.name}"
+        row_spans, _ = rule.spans(piece, 0)
+        parts += [weights[name][a:b] for a, b in row_spans]
+    return torch.cat(parts)
+
+
 @pytest.mark.parametrize(("nested", "num_files"), [(True, 1), (False, 1), (True, 3), (False, 2)])
 def test_every_file_layout_gives_the_same_tensors(
     tmp_path: Path, nested: bool, num_files: int
@@ -156,10 +167,15 @@ def test_every_file_layout_gives_the_same_tensors(
     weights = checkpoints.random_weights(text, seed=1)
     folder = checkpoints.write(tmp_path, text, weights, nested=nested, num_files=num_files)
     run = RunConfig(model_dir=str(folder), num_pages=8)
-    params = load(load_config(folder), run, 0, torch.device("cpu"))
-    assert {n.removeprefix("model."): t.sum().item() for n, t in weights.items()} == {
-        n: t.sum().item() for n, t in params.items()
+    model = load_config(folder)
+    params = load(model, run, 0, torch.device("cpu"))
+    table = rules(model, run)
+    assert [rule.name for rule in table] == list(params)
+    assert {p.name for rule in table for p in rule.pieces} == {
+        name.removeprefix("model.") for name in weights
     }
+    for rule in table:
+        assert torch.equal(params[rule.name], put_together(rule, weights)), rule.name
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -171,8 +187,9 @@ def test_shares_put_together_are_the_whole_checkpoint(tmp_path: Path, size: int)
     run = RunConfig(model_dir=str(folder), num_pages=8, tensor_parallel=size, draft_body="sharded")
     model = load_config(folder)
     shares = [load(model, run, rank, torch.device("cpu")) for rank in range(size)]
-    for name, tensor in weights.items():
-        plain = name.removeprefix("model.")
-        whole = sum(share[plain].double().sum().item() for share in shares)
-        copies = 1 if shares[0][plain].shape != tensor.shape else size
-        assert whole == pytest.approx(copies * tensor.double().sum().item(), abs=1e-6), name
+    one = RunConfig(model_dir=str(folder), num_pages=8)
+    for rule in rules(model, one):
+        whole = put_together(rule, weights)
+        total = sum(share[rule.name].double().sum().item() for share in shares)
+        copies = 1 if shares[0][rule.name].shape != whole.shape else size
+        assert total == pytest.approx(copies * whole.double().sum().item(), abs=1e-6), rule.name

@@ -10,7 +10,7 @@ import torch
 import outrider.model.weights
 from outrider.model.config import ConfigError, RunConfig, load_config
 from outrider.model.plan import memory_plan
-from outrider.model.weights import check_weights, load, settle_head
+from outrider.model.weights import check_weights, load, settle
 from tests import checkpoints
 from tests.ranks import Team
 
@@ -152,7 +152,7 @@ def test_a_tied_checkpoints_own_head_is_used(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setattr(outrider.model.weights, "COMPARED_ROWS", 48)  # several pieces, one uneven
     folder = tied_with_a_head(tmp_path, 2.0)
     stated = load_config(folder)
-    model = settle_head(stated, folder)
+    model = settle(stated, folder)
     assert stated.tie_word_embeddings
     assert not model.tie_word_embeddings
     check_weights(folder, model, RunConfig(model_dir=str(folder), num_pages=8))
@@ -168,7 +168,7 @@ def test_a_tied_checkpoints_own_head_is_used(tmp_path: Path, monkeypatch) -> Non
 def test_a_tied_checkpoints_equal_head_is_shared(tmp_path: Path) -> None:
     folder = tied_with_a_head(tmp_path, 0.0)
     model = load_config(folder)
-    assert settle_head(model, folder) == model
+    assert settle(model, folder) == model
     check(folder)
     it = Team(folder, tensor_parallel=2).runners[1].executor
     assert it.head.weight.data_ptr() == it.target.embed_tokens[80:].data_ptr()
@@ -178,7 +178,7 @@ def test_a_tied_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
     text = checkpoints.config(tie_word_embeddings=True)
     weights = checkpoints.random_weights(text) | {"lm_head.weight": torch.zeros(3, 64)}
     folder = checkpoints.write(tmp_path, text, weights)
-    model = settle_head(load_config(folder), folder)
+    model = settle(load_config(folder), folder)
     with pytest.raises(ConfigError, match=r"lm_head.weight is \[3, 64\]"):
         check_weights(folder, model, RunConfig(model_dir=str(folder), num_pages=8))
 
@@ -187,7 +187,7 @@ def test_a_folder_without_weights_leaves_the_tie_as_it_is_stated(tmp_path: Path)
     """`outrider plan` needs config.json alone."""
     folder = tied_with_a_head(tmp_path, 2.0)
     (folder / "model.safetensors").unlink()
-    assert settle_head(load_config(folder), folder).tie_word_embeddings
+    assert settle(load_config(folder), folder).tie_word_embeddings
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
