@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.model.config import AttentionConfig, ExpertConfig, ModelConfig
+from outrider.model.rope import Rope
 from outrider.parallel.device import Device
 from outrider.parallel.linear import RowLinear
 from outrider.parallel.operands import ExpertLayer, PartialSum, Rows
@@ -122,12 +123,29 @@ class RotaryTable:
 
     The angles of the left half are repeated in the right half (NeoX's layout). Qwen3.5's rotary
     has several interleaved axes, which for text all have the same position: that is this ordinary
-    rotary (compared with transformers).
+    rotary. YaRN scales both by its attention factor. (All compared with transformers.)
     """
 
     def __init__(self, config: AttentionConfig, num_positions: int, device: Device) -> None:
-        half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32)
-        inverse = config.rope_theta ** -(half / config.rotary_dim)
+        inverse = inverse_frequencies(config.rope)
         angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse
         angle = torch.cat((angle, angle), -1).to(device.torch_device)
-        self.cos, self.sin = angle.cos(), angle.sin()
+        scale = config.rope.yarn.attention_factor if config.rope.yarn else 1.0
+        self.cos, self.sin = angle.cos() * scale, angle.sin() * scale
+
+
+def inverse_frequencies(rope: Rope) -> Tensor:
+    """Radians that each pair of dimensions turns in one position, float32 [rotary / 2].
+
+    YaRN divides those of slow pairs by its factor, leaves fast ones, and mixes both in between.
+    """
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    period = rope.theta**exponents
+    fast = 1.0 / period
+    if rope.yarn is None:
+        return fast
+    low, high = rope.yarn.range_of(rope.theta, rope.rotary_dim)
+    pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    ramp = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.yarn.factor * period) * (1 - kept) + fast * kept

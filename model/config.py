@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from outrider.model.quantisation import Quantisation, read_quantisation
+from outrider.model.rope import Rope, read_rope
 from outrider.model.step import Sampling
 
 ARCHITECTURES = {
@@ -27,6 +28,12 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM",
 }
 TEXT_TYPES = {"qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_next"}
+LAYER_TYPES = {
+    **dict.fromkeys(("full_attention", "attention"), "full_attention"),
+    **dict.fromkeys(("linear_attention", "mamba"), "linear_attention"),
+}
+"""What config.json may call a layer -> what we do. The short names are those of SGLang and of
+transformers before 5."""
 GENERATION_FILE = "generation_config.json"
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of Sampling for which GENERATION_FILE may give a request's default."""
@@ -43,8 +50,7 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int
-    rope_theta: float
+    rope: Rope
 
     def kv_heads_of(self, size: int) -> int:
         """Key-value heads on each of `size` ranks: at least one, so some are held by several."""
@@ -108,6 +114,7 @@ class ModelConfig:
     """True where the LM head is the embedding table. load_config gives what config.json says;
     weights.settle makes it False where the files hold a head that differs."""
     max_position_embeddings: int
+    """Positions that a request may use; with YaRN those of pre-training times its factor."""
     num_mtp_layers: int
     mtp_dedicated_embeddings: bool
     eos_ids: tuple[int, ...]
@@ -252,12 +259,14 @@ def load_config(model_dir: Path) -> ModelConfig:
 
     num_layers = count("num_hidden_layers")
     experts, expert_layers = _experts(text, num_layers, count)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"{path}: rope_type {rope['rope_type']!r} is not supported: only default")
     head_dim, vocab_size = count("head_dim"), count("vocab_size")
-    theta = rope.get("rope_theta", text.get("rope_theta", 10_000.0))
-    factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+    max_positions = count("max_position_embeddings")
+    try:
+        rope = read_rope(text, head_dim, max_positions)
+    except ValueError as problem:
+        raise ConfigError(f"{path}: {problem}") from None
+    if rope.yarn:
+        max_positions = int(rope.yarn.original_positions * rope.yarn.factor)
     return ModelConfig(
         hidden_size=count("hidden_size"),
         intermediate_size=count("intermediate_size") if len(expert_layers) < num_layers else 0,
@@ -267,8 +276,7 @@ def load_config(model_dir: Path) -> ModelConfig:
             num_heads=count("num_attention_heads"),
             num_kv_heads=count("num_key_value_heads"),
             head_dim=head_dim,
-            rotary_dim=int(head_dim * factor),
-            rope_theta=float(theta),
+            rope=rope,
         ),
         gdn=GdnConfig(
             num_k_heads=count("linear_num_key_heads"),
@@ -283,7 +291,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         tie_word_embeddings=bool(
             root.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
         ),
-        max_position_embeddings=int(text.get("max_position_embeddings", 32768)),
+        max_position_embeddings=max_positions,
         num_mtp_layers=_num_mtp_layers(text),
         mtp_dedicated_embeddings=bool(text.get("mtp_use_dedicated_embeddings", False)),
         eos_ids=_eos_ids(root, text, folder, vocab_size),
@@ -367,13 +375,13 @@ def _layer_types(text: dict[str, Any], num_layers: int, path: Path) -> tuple[str
             "linear_attention" if (i + 1) % interval else "full_attention"
             for i in range(num_layers)
         ]
-    kinds = {"full_attention", "linear_attention"}
-    if len(given) != num_layers or not set(given) <= kinds:
+    names = [str(name) for name in given] if isinstance(given, list) else [str(given)]
+    if len(names) != num_layers or not set(names) <= LAYER_TYPES.keys():
         raise ConfigError(
             f"{path}: layer_types must hold num_hidden_layers = {num_layers} entries out of "
-            f"{sorted(kinds)}; it holds {len(given)}: {sorted(set(map(str, given)))}"
+            f"{sorted(LAYER_TYPES)}; it holds {len(names)}: {sorted(set(names))}"
         )
-    return tuple(given)
+    return tuple(LAYER_TYPES[name] for name in names)
 
 
 def _gate(value: str | None, path: Path) -> str:

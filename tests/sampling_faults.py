@@ -17,8 +17,8 @@ SAMPLING_FAULTS = (
     Fault(
         "seed ignored",
         "model/sampling.py",
-        "(sampling.seed or 0, top_k,",
-        "(0, top_k,",
+        "(sampling.seed or 0, sampling.top_k",
+        "(0, sampling.top_k",
         SAMPLED + "each_token_is_picked_by_hand_from_the_oracles_logits",
     ),
     Fault(

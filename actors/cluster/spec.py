@@ -297,7 +297,7 @@ class Spec:
         if self.limits.max_model_len == "auto":
             return min(most, MAX_AUTO_MODEL_LEN)
         if self.limits.max_model_len > most:
-            rule = f"at most {most}, max_position_embeddings in {model.source}"
+            rule = f"at most {most}, max_position_embeddings (or YaRN's) in {model.source}"
             raise self.error("limits.max_model_len", rule)
         return self.limits.max_model_len
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from outrider.model.config import ConfigError, load_config
 from outrider.model.step import Sampling
@@ -33,7 +34,7 @@ def test_nested_and_flat_give_the_same_numbers(tmp_path: Path) -> None:
         )
     )
     assert flat == nested
-    assert flat.attention.rotary_dim == 8
+    assert flat.attention.rope.rotary_dim == 8
     assert flat.full_layers == (3,)
     assert flat.gdn_layers == (0, 1, 2)
 
@@ -42,6 +43,23 @@ def test_layer_types_follow_the_interval_when_absent(tmp_path: Path) -> None:
     text = checkpoints.config(num_hidden_layers=8)
     del text["layer_types"]
     assert load_config(write(tmp_path, text)).full_layers == (3, 7)
+
+
+def test_layers_are_known_by_their_other_names(tmp_path: Path) -> None:
+    """transformers, which reads the same list, is asked what it means."""
+    names = ["mamba", "linear_attention", "attention", "full_attention"]
+    theirs = Qwen3_5TextConfig(num_hidden_layers=4, layer_types=list(names)).layer_types
+    model = load_config(write(tmp_path, {**checkpoints.config(), "layer_types": names}))
+    assert model.layer_types == tuple(theirs)
+    assert model.full_layers == (2, 3)
+
+
+def test_yarn_gives_as_many_positions_as_it_stretches_to(tmp_path: Path) -> None:
+    """The model cards of Qwen leave max_position_embeddings as it was; others raise it."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    for stated in (512, 2048):
+        text = checkpoints.config(rope_scaling=yarn, max_position_embeddings=stated)
+        assert load_config(write(tmp_path, text)).max_position_embeddings == 2048
 
 
 def test_the_tie_is_read_from_either_place(tmp_path: Path) -> None:
@@ -211,8 +229,8 @@ def test_names_of_plain_modules_are_read_in_every_spelling(tmp_path: Path) -> No
 def test_old_rope_keys_are_read_at_text_level(tmp_path: Path) -> None:
     text = checkpoints.config(rope_theta=5e5, partial_rotary_factor=0.5)
     del text["rope_parameters"]
-    attention = load_config(write(tmp_path, text)).attention
-    assert (attention.rope_theta, attention.rotary_dim) == (5e5, 16)
+    rope = load_config(write(tmp_path, text)).attention.rope
+    assert (rope.theta, rope.rotary_dim) == (5e5, 16)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +241,14 @@ def test_old_rope_keys_are_read_at_text_level(tmp_path: Path) -> None:
         ({"head_dim": None}, ["head_dim = None"]),
         ({"num_attention_heads": "4"}, ["num_attention_heads = '4'"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "4"]),
-        ({"layer_types": ["mamba"] * 4}, ["mamba"]),
+        ({"layer_types": ["conv"] * 4}, ["conv"]),
+        ({"layer_types": "attention"}, ["layer_types", "attention"]),
         ({"output_gate_type": "gelu"}, ["output_gate_type", "gelu"]),
         ({"mamba_ssm_dtype": "float16"}, ["mamba_ssm_dtype", "float32 or bfloat16"]),
         ({"attention_bias": True}, ["attention_bias"]),
-        ({"rope_parameters": {"rope_type": "yarn"}}, ["yarn"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["factor = None"]),
+        ({"rope_parameters": {}}, ["rope_theta = None: a number"]),
+        ({"max_position_embeddings": None}, ["max_position_embeddings = None"]),
     ],
 )
 def test_a_key_that_cannot_be_run_is_named(tmp_path: Path, changes: dict, words: list) -> None:

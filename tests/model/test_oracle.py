@@ -25,6 +25,16 @@ CONFIGS = {
         "linear_value_head_dim": 8,
     },
     "equal heads": {"linear_num_value_heads": 4, "num_hidden_layers": 8},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+        },
+    },
     "two layers a period": {"full_attention_interval": 2},
 }
 TOLERANCE = 5e-6
