@@ -24,6 +24,7 @@ from outrider.parallel.group import Group
 from outrider.parallel.kernels import (
     argmax,
     attention,
+    experts,
     gdn_prefill,
     gdn_verify,
     matmul,
@@ -36,6 +37,7 @@ from outrider.parallel.kernels import (
     two_shot,
 )
 from outrider.parallel.operands import (
+    ExpertLayer,
     GdnLayer,
     PartialSum,
     PickRows,
@@ -83,6 +85,10 @@ class CudaOps(Ops):
         if _few_bf16(x):
             return matmul.few_rows_swiglu(x, gate_up, self._arrivals)
         return self.swiglu(F.linear(x, gate_up))
+
+    def experts(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return experts.experts(rows, layer, self._arrivals, self._mlp).view(x.shape)
 
     def linear_part(self, x: Tensor, weight: Matrix, group: Group) -> PartialSum:
         buffers = group.one_shot

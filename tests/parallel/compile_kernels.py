@@ -18,10 +18,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from outrider.parallel.formats import Fp8Matrix
 from outrider.parallel.group import OneShotBuffers, TwoShotBuffers
 from outrider.parallel.kernels import (
     argmax,
     attention,
+    expert_routing,
+    experts,
     gdn_prefill,
     gdn_verify,
     gemv,
@@ -35,7 +38,15 @@ from outrider.parallel.kernels import (
     slots,
     two_shot,
 )
-from outrider.parallel.operands import GdnLayer, PickRows, Rows, SlotMemory, SlotSampling
+from outrider.parallel.operands import (
+    ExpertLayer,
+    GdnLayer,
+    PickRows,
+    Rows,
+    SlotMemory,
+    SlotSampling,
+)
+from outrider.parallel.ops import Ops
 
 H, D, PAGE, PAGES, X = 2048, 256, 64, 48, 6
 COMPILED: dict[str, object] = {}
@@ -177,9 +188,28 @@ def sampled(batch: int, num_rows: int) -> None:
             matmul.head_logits(bf16(len(flat), H), w, scale)
 
 
+def fp8(*shape: int) -> Fp8Matrix:
+    scales = torch.zeros(*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+    return Fp8Matrix(bf16(*shape).to(torch.float8_e4m3fn), scales)
+
+
+def mixtures(arrivals: Tensor) -> None:
+    """Layers of the 35B-A3B model on one of two ranks: few rows, groups of rows, a prompt."""
+    num, i = 256, 256
+    for matrix, counts in ((bf16, (6, 48, 192, 2048)), (fp8, (6, 2048))):
+        layer = ExpertLayer(
+            router=bf16(num, H), top_k=8, normalised=True, first_expert=0,
+            gate_up=matrix(num, 2 * i, H), down=matrix(num, H, i),
+            shared_gate_up=matrix(2 * i, H), shared_down=matrix(H, i), shared_gate=bf16(1, H),
+        )  # fmt: skip
+        for num_rows in counts:
+            experts.experts(bf16(num_rows, H), layer, arrivals, Ops()._mlp)
+
+
 def everything() -> None:
     arrivals = torch.zeros(1 << 14, dtype=torch.int32)
     products(arrivals)
+    mixtures(arrivals)
     for batch in (1, 32):
         passes(batch, X)
         delta_net(batch, X, arrivals)
@@ -195,6 +225,8 @@ def kernels() -> Iterator[str]:
     for module in (
         argmax,
         attention,
+        expert_routing,
+        experts,
         gdn_prefill,
         gdn_verify,
         gemv,
