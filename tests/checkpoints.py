@@ -256,9 +256,10 @@ def write(
     else:
         root = {"architectures": [TEXT_ONLY[text["model_type"]]], **text}
     if quantization is not None:
-        kept = quantization.get("modules_to_not_convert")
-        renamed = {"modules_to_not_convert": [_nested(name) if wrapper else name for name in kept]}
-        root["quantization_config"] = quantization | (renamed if kept else {})
+        kept = quantization.get("modules_to_not_convert", [])
+        renamed = [_nested(name) if wrapper else name for name in kept]
+        changed = {"modules_to_not_convert": renamed} if kept else {}
+        root["quantization_config"] = quantization | changed
     (folder / "config.json").write_text(json.dumps(root))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.model.config import ConfigError, RunConfig, load_config
 from outrider.model.plan import check_pages, memory_plan, overshoot_rows, pages_for
-from tests import checkpoints
+from tests import checkpoints, layouts, quantised
 from tests.ranks import Team
 
 
@@ -24,16 +24,44 @@ def test_estimate_equals_allocation(
 ) -> None:
     text = checkpoints.config(tie_word_embeddings=tied)
     folder = checkpoints.write(tmp_path, text, checkpoints.random_weights(text))
-    team = Team(folder, tensor_parallel=size, draft_body=draft_body, **changes)
-    run = team.run_config
-    plan = memory_plan(team.model, run)
+    assert_plan_is_allocation(Team(folder, tensor_parallel=size, draft_body=draft_body, **changes))
+
+
+def assert_plan_is_allocation(team: Team) -> None:
     for runner in team.runners:
+        plan = memory_plan(runner.model, team.run_config)
         assert runner.allocated_bytes() == {
             "weights": plan.weight_bytes,
             "states": plan.slot_bytes * plan.num_slots,
-            "kv": plan.kv_page_bytes * run.num_pages,
+            "kv": plan.kv_page_bytes * team.run_config.num_pages,
         }
-    assert sum(team.runners[0].allocated_bytes().values()) == plan.total_bytes(run.num_pages)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("text", "form", "changes"),
+    [
+        (checkpoints.mixture_config(), "plain", {"dtype": "bfloat16"}),
+        (checkpoints.mixture_config(), "plain", {"expert_parallel": True, "quantization": "fp8"}),
+        (checkpoints.mixture_config(), "fp8", {"draft_body": "sharded", "expert_parallel": True}),
+        (checkpoints.mixture_config(), "gptq", {"dtype": "bfloat16", "draft_tokens": 0}),
+        (checkpoints.next_config(), "plain", {"quantization": "fp8"}),
+        (checkpoints.next_config(), "fp8", {"dtype": "bfloat16"}),
+        (checkpoints.config(), "fp8", {"draft_head": "fp8"}),
+        (checkpoints.config(), "gptq", {}),
+    ],
+)
+def test_every_format_is_planned_as_it_is_stored(
+    tmp_path: Path, text: dict, form: str, changes: dict, size: int
+) -> None:
+    """Blocks of 32, through which cuts go, so that their scales are stored more than once."""
+    weights = layouts.released(text, checkpoints.random_weights(text))
+    if form == "plain":
+        folder = checkpoints.write(tmp_path, text, weights)
+    else:
+        made = (quantised.fp8 if form == "fp8" else quantised.gptq)(weights, 32)
+        folder = checkpoints.write(tmp_path, text, made.tensors, quantization=made.config)
+    assert_plan_is_allocation(Team(folder, tensor_parallel=size, **changes))
 
 
 def test_a_local_draft_holds_all_its_kv_heads_and_a_sharded_one_its_share(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import outrider.model.weights
 from outrider.model.config import ConfigError, RunConfig, load_config
 from outrider.model.plan import memory_plan
 from outrider.model.weights import check_weights, load, settle
-from tests import checkpoints
+from tests import checkpoints, layouts, quantised
 from tests.ranks import Team
 
 
@@ -253,3 +257,162 @@ def test_loading_reports_bytes_up_to_the_total(tmp_path: Path) -> None:
     load(load_config(folder), run, 0, torch.device("cpu"), lambda *done: seen.append(done))
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] > 0
+
+
+def quantised_folder(
+    tmp_path: Path, change: Callable[[dict], object], form: str = "fp8", **config: object
+) -> Path:
+    """A tiny release in codes whose files were changed."""
+    text = checkpoints.mixture_config(**config)
+    weights = layouts.released(text, checkpoints.random_weights(text))
+    made = quantised.fp8(weights, 16) if form == "fp8" else quantised.gptq(weights, 16)
+    tensors = dict(made.tensors)
+    change(tensors)
+    return checkpoints.write(tmp_path, text, tensors, quantization=made.config)
+
+
+UP = "model.layers.0.mlp.experts.2.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "words"),
+    [
+        (
+            "fp8",
+            lambda t: t.update({f"{UP}.weight_scale_inv": t[f"{UP}.weight_scale_inv"][:-1]}),
+            (r"up_proj\.weight_scale_inv is \[", "is needed for", "blocks of 16 x 16"),
+        ),
+        (
+            "fp8",
+            lambda t: t.pop(f"{UP}.weight_scale_inv"),
+            (r"experts\.2\.up_proj\.weight is F8_E4M3",),
+        ),
+        ("fp8", lambda t: t.pop(f"{UP}.weight"), ("FP8 with a scale for each block",)),
+        (
+            "fp8",
+            lambda t: [t.pop(f"{UP}.weight"), t.pop(f"{UP}.weight_scale_inv")],
+            (r"missing: layers\.0\.mlp\.experts\.2\.up_proj\.weight$",),
+        ),
+        (
+            "fp8",
+            lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"].to(torch.float8_e5m2)}),
+            (r"up_proj\.weight is F8_E5M2",),
+        ),
+        (
+            "gptq",
+            lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"][1:]}),
+            (r"up_proj\.scales is \[", "is needed"),
+        ),
+        ("gptq", lambda t: t.pop(f"{UP}.scales"), ("scales are missing beside qweight",)),
+    ],
+)
+def test_codes_that_do_not_fit_their_tables_are_named(
+    tmp_path: Path, form: str, change: Callable[[dict], object], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(quantised_folder(tmp_path, change, form))
+    for pattern in words:
+        assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "value", "words"),
+    [("qzeros", 0x11111111, "qzeros are not all 7"), ("g_idx", 0, "g_idx reorders columns")],
+)
+def test_int4_weights_of_another_kind_are_named(
+    tmp_path: Path, table: str, value: int, words: str
+) -> None:
+    """quantization_config says that they are symmetric and in order; the tables do not."""
+    folder = quantised_folder(tmp_path, lambda t: t[f"{UP}.{table}"].fill_(value), "gptq")
+    run = RunConfig(model_dir=str(folder), num_pages=8)
+    model = settle(load_config(folder), folder)
+    with pytest.raises(ConfigError, match=words):
+        load(model, run, 0, torch.device("cpu"))
+
+
+def test_a_list_of_many_missing_tensors_is_short(tmp_path: Path) -> None:
+    def without_experts(tensors: dict) -> None:
+        for name in [n for n in tensors if ".layers.0.mlp.experts." in n]:
+            del tensors[name]
+
+    with pytest.raises(ConfigError, match=r"and \d+ more") as caught:
+        check(quantised_folder(tmp_path, without_experts))
+    assert len(str(caught.value)) < 1500
+
+
+def test_the_files_decide_which_weights_are_codes(tmp_path: Path) -> None:
+    """A release's list of plain modules may lack some: what has scales is read with them."""
+    text = checkpoints.config()
+    made = quantised.fp8(checkpoints.random_weights(text), 16)
+    name = "model.layers.0.mlp.up_proj"
+    tensors = {n: t for n, t in made.tensors.items() if n != f"{name}.weight_scale_inv"}
+    tensors[f"{name}.weight"] = made.dequantised[f"{name}.weight"]
+    folder = checkpoints.write(tmp_path, text, tensors, quantization=made.config)
+    stated = load_config(folder)
+    assert stated.quantisation is not None
+    assert stated.quantisation.covers("layers.0.mlp.up_proj.weight")
+    model = settle(stated, folder)
+    check_weights(folder, model, RunConfig(model_dir=str(folder), num_pages=8))
+    run = RunConfig(model_dir=str(folder), num_pages=8)
+    params = load(model, run, 0, torch.device("cpu"))
+    gate_up = params["layers.0.mlp.gate_up_proj.weight"]
+    parts = [made.dequantised[f"model.layers.0.mlp.{p}_proj.weight"] for p in ("gate", "up")]
+    assert torch.equal(gate_up, torch.cat(parts)), "one part is plain, so the matrix is"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_rounded_at_load_are_one_model_at_every_cut(tmp_path: Path, size: int) -> None:
+    """Blocks of 128 x 128 are those of the whole weight, also where a cut goes through them."""
+    text = checkpoints.mixture_config()
+    folder = checkpoints.write(tmp_path, text, checkpoints.random_weights(text))
+    model = load_config(folder)
+
+    def shares(ranks: int) -> list[dict]:
+        run = RunConfig(
+            model_dir=str(folder), num_pages=8, tensor_parallel=ranks, quantization="fp8",
+            draft_body="sharded",
+        )  # fmt: skip
+        return [load(model, run, rank, torch.device("cpu")) for rank in range(ranks)]
+
+    (whole,), cut = shares(1), shares(size)
+    name = "layers.0.mlp.shared_expert.down_proj.weight"
+    parts = [share[name].dequantised(torch.float32) for share in cut]
+    assert torch.equal(torch.cat(parts, 1), whole[name].dequantised(torch.float32))
+    assert cut[0][name].block[1] < 128, "a cut goes through a block"
+    name = "layers.0.mlp.experts.down_proj"
+    parts = [share[name].dequantised(torch.float32) for share in cut]
+    assert torch.equal(torch.cat(parts, 2), whole[name].dequantised(torch.float32))
+
+
+def test_index_and_files_are_compared(tmp_path: Path) -> None:
+    text = checkpoints.config()
+    folder = checkpoints.write(tmp_path, text, checkpoints.random_weights(text), num_files=2)
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    names = sorted(
+        name for name, file in table["weight_map"].items() if file.endswith("02.safetensors")
+    )
+    table["weight_map"]["model.language_model.extra"] = table["weight_map"].pop(names[0])
+    index.write_text(json.dumps(table))
+    with pytest.raises(ConfigError) as caught:
+        check(folder)
+    for words in ("the index says that it holds model.language_model.extra, it does not",
+                  f"holds {names[0]}, which the index does not name", "00002"):  # fmt: skip
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_draft_in_a_file_of_its_own_is_found(tmp_path: Path, num_files: int) -> None:
+    """Some savers leave mtp.* in a file that the index does not name."""
+    text = checkpoints.config(tie_word_embeddings=False)
+    weights = checkpoints.random_weights(text)
+    draft = {n: t for n, t in weights.items() if n.startswith("mtp.")}
+    rest = {n: t for n, t in weights.items() if n not in draft}
+    folder = checkpoints.write(tmp_path, text, rest, num_files=num_files)
+    save_file(draft, folder / "mtp.safetensors")
+    save_file({"other": torch.zeros(1)}, folder / "adapter.safetensors")
+    (folder / "broken.safetensors").write_bytes(b"none of ours")
+    check(folder)
+    run = RunConfig(model_dir=str(folder), num_pages=8)
+    params = load(load_config(folder), run, 0, torch.device("cpu"))
+    assert torch.equal(params["mtp.fc.weight"], weights["mtp.fc.weight"])
