@@ -23,6 +23,8 @@ FP8_BLOCK = 128
 """Rows and columns of a block where this engine quantises."""
 INT4_ZERO = 8
 """The code of zero."""
+PIECE_ROWS = 1024
+"""Rows of a matrix in codes that the definition makes plain at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,14 @@ def row_range(matrix: Matrix, start: int, stop: int) -> Matrix:
     rows = matrix.block[0]
     assert start % rows == stop % rows == 0, f"rows {start}:{stop} in blocks of {rows}"
     return Fp8Matrix(matrix.values[start:stop], matrix.scales[start // rows : stop // rows])
+
+
+def row_pieces(matrix: UniformMatrix) -> list[Matrix]:
+    """Views of the matrix's rows, whole blocks and about PIECE_ROWS of them at a time."""
+    block_rows = matrix.block[0] if isinstance(matrix, Fp8Matrix) else 1
+    step, num_rows = max(1, PIECE_ROWS // block_rows) * block_rows, matrix.shape[0]
+    starts = range(0, num_rows, step)
+    return [row_range(matrix, start, min(start + step, num_rows)) for start in starts]
 
 
 def spread(scales: Tensor, block: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.parallel import experts, sampling
-from outrider.parallel.formats import Matrix, StackedMatrix, dequantised
+from outrider.parallel.formats import Matrix, StackedMatrix, dequantised, row_pieces
 from outrider.parallel.group import Group
 from outrider.parallel.operands import (
     ExpertLayer,
@@ -101,10 +101,12 @@ class Ops:
 
     def linear(self, x: Tensor, weight: Matrix) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]. A weight that is stored in codes is made
-        plain, in x's dtype, for the time of the product."""
+        plain, in x's dtype, some rows at a time."""
         if isinstance(weight, StackedMatrix):
             return torch.cat([self.linear(x, part) for part in weight.parts], -1)
-        weight = dequantised(weight, x.dtype)
+        if not isinstance(weight, Tensor):
+            plain = (dequantised(part, x.dtype) for part in row_pieces(weight))
+            return torch.cat([self.linear(x, part) for part in plain], -1)
         num_rows = x.numel() // x.shape[-1]
         if 1 < num_rows <= FEW_ROWS:
             return torch.mm(weight, x.reshape(num_rows, -1).t()).t().reshape(*x.shape[:-1], -1)

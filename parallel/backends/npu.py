@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from outrider.parallel.device import Capabilities, Device, DeviceError
-from outrider.parallel.formats import Matrix, StackedMatrix, dequantised
+from outrider.parallel.formats import Matrix
 from outrider.parallel.group import Group
 from outrider.parallel.operands import GdnLayer, Rows
 from outrider.parallel.ops import Ops
@@ -60,9 +60,7 @@ class NpuOps(Ops):
         """While work is captured, the lengths that each attention call is given, in order."""
 
     def linear(self, x: Tensor, weight: Matrix) -> Tensor:
-        if isinstance(weight, StackedMatrix):
-            return super().linear(x, weight)
-        return F.linear(x, dequantised(weight, x.dtype))
+        return F.linear(x, weight) if isinstance(weight, Tensor) else super().linear(x, weight)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """In float32 the operation takes the scale as it is. In other dtypes it would have to be
