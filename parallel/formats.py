@@ -46,8 +46,8 @@ class Fp8Matrix:
         (o, k), (a, b) = self.values.shape[-2:], self.scales.shape[-2:]
         return o // a, k // b
 
-    def __getitem__(self, index: int) -> Fp8Matrix:
-        """One of several experts' matrices."""
+    def __getitem__(self, index: int | Tensor) -> Fp8Matrix:
+        """One of several experts' matrices, or several."""
         return Fp8Matrix(self.values[index], self.scales[index])
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -69,8 +69,8 @@ class Int4Matrix:
     def shape(self) -> torch.Size:
         return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
 
-    def __getitem__(self, index: int) -> Int4Matrix:
-        """One of several experts' matrices."""
+    def __getitem__(self, index: int | Tensor) -> Int4Matrix:
+        """One of several experts' matrices, or several."""
         return Int4Matrix(self.codes[index], self.scales[index])
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:

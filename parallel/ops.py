@@ -10,7 +10,7 @@ Shapes: as in parallel/operands.py, and n, m query and key-value heads | d width
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +122,8 @@ class Ops:
         Each row's result is the weighted sum of its experts' swiglu MLPs, as far as this rank holds
         them, and of the shared expert's, times the sigmoid of its gate. Sums are float32.
         """
-        return experts.mixture(x.reshape(-1, x.shape[-1]), layer, self._mlp).view(x.shape)
+        rows, add_up = x.reshape(-1, x.shape[-1]), partial(experts.routed, mlp=self._mlp)
+        return experts.mixture(rows, layer, self._mlp, add_up).view(x.shape)
 
     def _mlp(self, x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
         return self.linear(self.linear_swiglu(x, gate_up), down)

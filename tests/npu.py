@@ -154,6 +154,40 @@ class FakeOps:
             states.append(state)
         return torch.stack(outs).bfloat16(), torch.stack(states).bfloat16()
 
+    def npu_grouped_matmul(
+        self,
+        x: list[Tensor],
+        weight: list[Tensor],
+        *,
+        group_list: Tensor | None = None,
+        split_item: int | None = 0,
+        group_type: int | None = None,
+        group_list_type: int | None = 0,
+    ):
+        """One x [T, K], one weight [e, K, N], possibly a transposed view; group_list [e] holds the
+        running sums of the rows of each group. Rows that are in no group, which the limits forbid,
+        come out as NaN."""
+        self._enter("npu_grouped_matmul")
+        assert (split_item, group_type, group_list_type) == (3, 0, 0)
+        (rows,), (matrices,) = x, weight
+        assert rows.dtype == matrices.dtype
+        assert rows.is_contiguous()
+        assert rows.ndim == 2
+        assert matrices.is_contiguous() or matrices.transpose(1, 2).is_contiguous()
+        assert max(rows.shape[1], matrices.shape[2]) < 65536
+        assert group_list is not None
+        assert group_list.dtype == torch.int64
+        assert group_list.shape == (len(matrices),)
+        assert len(matrices) <= 1024
+        row = torch.arange(len(rows)).unsqueeze(1)
+        out = torch.full((len(rows), matrices.shape[2]), POISON, dtype=rows.dtype)
+        start = torch.zeros((), dtype=torch.int64)
+        for matrix, end in zip(matrices, group_list):
+            product = (rows.float() @ matrix.float()).to(rows.dtype)
+            out = torch.where((row >= start) & (row < end), product, out)
+            start = end
+        return [out]
+
     def npu_fused_infer_attention_score(
         self,
         query: Tensor,

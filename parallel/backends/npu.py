@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from outrider.parallel import experts
 from outrider.parallel.device import Capabilities, Device, DeviceError
 from outrider.parallel.formats import Matrix
 from outrider.parallel.group import Group
-from outrider.parallel.operands import GdnLayer, Rows
+from outrider.parallel.operands import ExpertLayer, GdnLayer, Rows
 from outrider.parallel.ops import Ops
 
 CAPABILITIES = Capabilities(graphs=True, host_lengths=True, max_rows=16, page_multiple=128)
@@ -61,6 +62,47 @@ class NpuOps(Ops):
 
     def linear(self, x: Tensor, weight: Matrix) -> Tensor:
         return F.linear(x, weight) if isinstance(weight, Tensor) else super().linear(x, weight)
+
+    def experts(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        """By grouped products. torch_npu has none for matrices in codes: where graphs are captured
+        these are gathered, and elsewhere taken as defined, which looks at the host."""
+        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(layer.gate_up, Tensor) and isinstance(layer.down, Tensor):
+            add_up = partial(self._grouped, gate_up=layer.gate_up, down=layer.down)
+        elif self.captured is not None:
+            add_up = partial(experts.gathered, swiglu=self.swiglu)
+        else:
+            add_up = partial(experts.routed, mlp=self._mlp)
+        return experts.mixture(rows, layer, self._mlp, add_up).view(x.shape)
+
+    def _grouped(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        layer: ExpertLayer,
+        gate_up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        """As experts.routed. Every row is in some group, as the operation wants it, those of
+        experts on other ranks too."""
+        weights, local = experts.on_rank(weights, ids, layer)
+        (num_rows, top_k), num_experts = ids.shape, len(gate_up)
+        local = local.flatten()
+        order = local.float().sort(stable=True).indices  # pairs of a row and its expert, by expert
+        expert = torch.arange(num_experts, device=x.device)
+        ends = (local.unsqueeze(1) <= expert).sum(0)
+
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            (result,) = self._npu.npu_grouped_matmul(
+                [rows], [weight.transpose(1, 2)], group_list=ends, split_item=3, group_type=0
+            )
+            return result
+
+        h = self.swiglu(product(x[order // top_k], gate_up))
+        y = product(h, down)
+        y = torch.empty_like(y).index_copy_(0, order, y).float() * weights.reshape(-1, 1)
+        return y.view(num_rows, top_k, -1).sum(1)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         """In float32 the operation takes the scale as it is. In other dtypes it would have to be

@@ -7,6 +7,7 @@ names and shapes against the real package: test_npu_contract.py.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from outrider.parallel.backends import npu
 from outrider.parallel.backends.npu import NpuOps
 from outrider.parallel.device import DeviceError
 from outrider.parallel.devices import claim_device
-from outrider.parallel.operands import GdnLayer
+from outrider.parallel.formats import Fp8Matrix, Matrix, dequantised
+from outrider.parallel.operands import ExpertLayer, GdnLayer
 from outrider.parallel.ops import Ops
 from tests.npu import FakeOps, FakeRuntime, open_fake
 from tests.parallel import test_sampling
@@ -246,6 +248,50 @@ def test_a_capture_leaves_no_trace_and_a_replay_reads_the_lists_as_they_are_now(
         now = attending_rows(table, at, length, [end])
         near(out, ops.paged_attention(q, k, v, now, gate))
     assert count == 3
+
+
+def mixture(dtype: torch.dtype, first: int, num: int) -> ExpertLayer:
+    """Experts first..first + num of 7, of which each row has 3."""
+
+    def matrix(*shape: int, seed: int) -> torch.Tensor:
+        return (drawn(*shape, seed=seed) * shape[-1] ** -0.5).to(dtype)
+
+    return ExpertLayer(
+        router=drawn(7, 32, dtype=dtype, seed=1), top_k=3, normalised=True, first_expert=first,
+        gate_up=matrix(7, 32, 32, seed=2)[first : first + num],
+        down=matrix(7, 32, 16, seed=3)[first : first + num],
+        shared_gate_up=matrix(16, 32, seed=4), shared_down=matrix(32, 8, seed=5),
+        shared_gate=drawn(1, 32, dtype=dtype, seed=6),
+    )  # fmt: skip
+
+
+def in_codes(layer: ExpertLayer) -> ExpertLayer:
+    def fp8(matrix: Matrix) -> Fp8Matrix:
+        scales = drawn(*matrix.shape[:-2], matrix.shape[-2] // 8, matrix.shape[-1] // 16).sigmoid()
+        return Fp8Matrix(dequantised(matrix, torch.float32).to(torch.float8_e4m3fn), scales)
+
+    return replace(layer, gate_up=fp8(layer.gate_up), down=fp8(layer.down))
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(("first", "num"), [(0, 7), (2, 4), (6, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_experts_equal_the_definition_in_graphs_too(
+    dtype: torch.dtype, first: int, num: int, coded: bool
+) -> None:
+    """All experts and some of them, for other rows in each replay; 90 pairs are two copies."""
+    device = open_fake(_alone(), dtypes=frozenset())
+    ops, layer = device.ops, mixture(dtype, first, num)
+    layer = in_codes(layer) if coded else layer
+    x = drawn(2, 15, 32, dtype=dtype)
+    near(ops.experts(x, layer), CPU.experts(x, layer))
+    assert device.capture is not None
+    replay, out, _ = device.capture(lambda: ops.experts(x, layer), None)
+    for seed in (3, 4):
+        x.copy_(drawn(2, 15, 32, dtype=dtype, seed=seed))
+        replay()
+        near(out, CPU.experts(x, layer))
+    assert ops._npu.calls.get("npu_grouped_matmul", 0) == (0 if coded else 4)
 
 
 def test_exhausted_streams_name_the_key_to_change() -> None:
