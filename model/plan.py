@@ -26,7 +26,8 @@ class MemoryPlan:
     """The memory of one rank, in bytes."""
 
     parts: dict[str, int]
-    """Bytes of weights by part: embedding, target layers, head, draft body, ..."""
+    """Bytes of weights by part: embedding, target layers, head, draft body, ...; what is stored in
+    codes is a part of its own, as "target layers, fp8"."""
     kv_token_bytes: dict[str, int]
     """Bytes of one token's keys and values in the "target" and, with drafts, the "draft"."""
     page_tokens: int
@@ -60,7 +61,8 @@ def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
     model.check_divides(run.tensor_parallel, expert_parallel=run.expert_parallel)
     parts: dict[str, int] = {}
     for rule in rules(model, run):
-        parts[rule.part] = parts.get(rule.part, 0) + rule.num_bytes(run)
+        name = rule.part if rule.form == "plain" else f"{rule.part}, {rule.form}"
+        parts[name] = parts.get(name, 0) + rule.num_bytes(run)
     if run.draft_tokens and run.draft_head == "fp8":
         share = model.vocab_size // run.tensor_parallel
         parts["draft head, fp8"] = share * (model.hidden_size + 4)

@@ -123,7 +123,7 @@ class Rule:
 
 def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
     """Every tensor that one rank of this run holds, in the order in which they are loaded."""
-    target = _Table(model, run, run.tensor_parallel, "target layers")
+    target = _Table(model, run, run.tensor_parallel, ("target layers", "target experts"))
     h, v = model.hidden_size, model.vocab_size
     target.add(EMBEDDING, (v, h), part="embedding")
     for i, kind in enumerate(model.layer_types):
@@ -138,7 +138,7 @@ def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
         target.add(HEAD, (v, h), rows(v), part="head")
     if not run.draft_tokens:
         return target.rules
-    draft = _Table(model, run, run.draft_size, "draft body")
+    draft = _Table(model, run, run.draft_size, ("draft body", "draft experts"))
     draft.add("mtp.fc.weight", (h, 2 * h))
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         draft.add(f"mtp.{name}.weight", (h,), float32=True)
@@ -154,8 +154,12 @@ def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
 class _Table:
     """The rules of one part of the model, shared by `size` ranks, while they are written down."""
 
-    def __init__(self, model: ModelConfig, run: RunConfig, size: int, part: str) -> None:
-        self.model, self.run, self.size, self.part = model, run, size, part
+    def __init__(
+        self, model: ModelConfig, run: RunConfig, size: int, parts: tuple[str, str]
+    ) -> None:
+        """parts: what the plan calls the whole, and its experts."""
+        self.model, self.run, self.size = model, run, size
+        self.part, self.expert_part = parts
         self.rules: list[Rule] = []
 
     def add(
@@ -189,7 +193,7 @@ class _Table:
                 name=name,
                 pieces=tuple(pieces),
                 size=self.size,
-                part=self.part,
+                part=self.expert_part if num_experts else self.part,
                 form=self._form(pieces),
                 base_block=quantisation.block if quantisation else (FP8_BLOCK, FP8_BLOCK),
                 num_experts=num_experts,
