@@ -255,7 +255,7 @@ def write(
         }
     else:
         root = {"architectures": [TEXT_ONLY[text["model_type"]]], **text}
-    if quantization is not None:
+    if quantization:
         kept = quantization.get("modules_to_not_convert", [])
         renamed = [_nested(name) if wrapper else name for name in kept]
         changed = {"modules_to_not_convert": renamed} if kept else {}

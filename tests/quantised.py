@@ -42,7 +42,7 @@ class Quantised:
     dequantised: dict[str, Tensor]
     """The same checkpoint in plain float32, in the same layout: what the files stand for."""
     config: dict
-    """quantization_config of config.json."""
+    """quantization_config of config.json; empty where the files hold plain weights."""
 
 
 def fp8(weights: dict[str, Tensor], block: int = 128, seed: int = 0) -> Quantised:
@@ -73,6 +73,23 @@ def fp8(weights: dict[str, Tensor], block: int = 128, seed: int = 0) -> Quantise
         "modules_to_not_convert": [*kept, "model.layers.0.mlp.shared_expert_gates"],
     }
     return Quantised(tensors=tensors, dequantised=dequantised, config=settings)
+
+
+def fp8_at_load(weights: dict[str, Tensor], block: int = 128) -> Quantised:
+    """Plain files, and the weights that an engine works with which makes FP8 of them itself.
+
+    The scale of a block is its largest number over the largest of float8_e4m3fn, in float32.
+    """
+
+    def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows, columns = weight.shape
+        scale = _blocks(weight.abs(), block).amax((1, 3)) / FP8_MAX
+        factor = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :columns]
+        rounded = (weight / factor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+        return {f"{name}.weight": weight}, rounded * factor
+
+    _, dequantised, _ = _convert(weights, _is_matrix, quantise)
+    return Quantised(tensors=weights, dequantised=dequantised, config={})
 
 
 def _blocks(weight: Tensor, block: int) -> Tensor:

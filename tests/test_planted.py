@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from typer.testing import CliRunner
 
 from outrider.benchmarks import planted, planted_weights, shards
+from outrider.model.step import Sampling
 from tests import checkpoints
 from tests.draft_reference import draft_hidden
+from tests.ranks import Team
 
 VOCAB = planted.SIZES["tiny"]["vocab_size"]
 RELEASES = [("tiny", None), ("tiny", "fp8"), ("tiny-moe", None), ("tiny-moe", "fp8")]
@@ -73,6 +76,25 @@ def test_target_and_draft_find_the_planted_tokens(release: Path) -> None:
     assert (best[:, 0] - best[:, 1]).min() > 33  # as planted.MAX_TEMPERATURE claims
     drafts = draft_hidden(text, weights, normed[0], chain.next[tokens]) @ head.t()
     assert torch.equal(drafts.argmax(-1), chain.guess[chain.next[tokens]])
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (1, {}),
+        (2, {"dtype": "bfloat16"}),
+        (2, {"quantization": "fp8", "expert_parallel": True, "draft_body": "sharded"}),
+    ],
+)
+def test_the_engine_answers_with_the_chain_and_the_counts(
+    release: Path, size: int, changes: dict[str, Any]
+) -> None:
+    team = Team(release, tensor_parallel=size, draft_tokens=4, **changes)
+    (out,) = team.generate([([5, 9, 17], Sampling(max_tokens=40))])
+    want = planted.expected_counts(planted.chain(VOCAB, 0.8425, 0), 17, 40, 4)
+    assert out.tokens == want.tokens
+    counts = (out.iterations, out.drafted, out.accepted)
+    assert counts == (want.iterations, want.drafted, want.accepted)
 
 
 @torch.inference_mode()
