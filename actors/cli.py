@@ -316,13 +316,20 @@ def _options(
 
 
 def _prompts(texts: Sequence[str], ids: Sequence[str]) -> list[str | list[int]]:
-    """The prompts of --prompt, then those of --prompt-ids. Raises ValueError for an empty one."""
+    """The prompts of --prompt, then those of --prompt-ids.
+
+    Raises ValueError for one that is empty, and for bytes on the command line that are no text.
+    """
     prompts = [*texts, *map(_token_ids, ids)]
     if not prompts:
         raise ValueError("give --prompt TEXT or --prompt-ids 1,2,3")
     for number, one in enumerate(prompts, 1):
         if not one:
             raise ValueError(f"prompt {number} of {len(prompts)} is empty")
+        try:
+            str(one).encode()
+        except UnicodeEncodeError as problem:
+            raise ValueError(f"prompt {number} of {len(prompts)} is not UTF-8: {problem}") from None
     return prompts
 
 

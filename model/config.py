@@ -471,6 +471,10 @@ def _tokenizer_eos(folder: Path) -> tuple[Path, int | None]:
         if entry.get("content") == eos:
             return config, int(token)
     if not tokens.is_file():
+        for tokens in (folder / "added_tokens.json", folder / "vocab.json"):
+            table = _read_json(tokens) if tokens.is_file() else {}
+            if eos in table:
+                return tokens, table[eos]
         return config, None
     table = _read_json(tokens)
     for entry in table.get("added_tokens") or []:

@@ -4,8 +4,8 @@
 
 A token may end inside a character. A detokenizer holds back the bytes of such a character, at most
 three, until the others arrive or cannot arrive any more. A checkpoint without a tokenizer can be
-used with token ids alone. This file imports `tokenizers` and jinja2 but not transformers, which
-would add seconds and torch to every start of a driver.
+used with token ids alone. This file imports `tokenizers`; transformers, which would add seconds and
+torch to every start of a driver, makes a tokenizer only where its folder has no tokenizer.json.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from outrider.model.config import ConfigError
 
+if TYPE_CHECKING:
+    from outrider.model.chat import ChatTemplate
+
 FILE = "tokenizer.json"
+BPE_FILES = {"vocab_file": "vocab.json", "merges_file": "merges.txt"}
+"""What a tokenizer without FILE is made from, by transformers' names."""
 REPLACEMENT = "\ufffd"
 """What bytes that are no character are decoded to."""
 LOSSLESS_STEPS = ("NFC", "ByteLevel", "Split", "Digits")
@@ -43,16 +48,21 @@ class Tokenizer:
         self._folder = Path(model_dir)
         if not self.exists(model_dir):
             raise ConfigError(
-                f"{model_dir}: no {FILE}. Text prompts need one; token ids work without "
-                f"(--prompt-ids, or lists of ids in the Python API)."
+                f"{model_dir}: no {FILE}, and not both of vocab.json and merges.txt. Text prompts "
+                f"need them; token ids work without (--prompt-ids, or lists of ids in the Python "
+                f"API). AutoTokenizer of transformers makes a {FILE} of most other tokenizers."
             )
         import tokenizers
 
+        file = self._folder / FILE
         try:
-            text = (self._folder / FILE).read_text(encoding="utf-8")
-            self._tokens = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ConfigError(f"{self._folder / FILE}: cannot be loaded: {error}") from error
+            if file.is_file():
+                self._tokens = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            else:
+                file = self._folder / BPE_FILES["vocab_file"]
+                self._tokens = _made_by_transformers(self._folder)
+        except Exception as error:  # tokenizers raises bare Exception, transformers many kinds
+            raise ConfigError(f"{file}: cannot be loaded: {error}") from error
         self._tokens.no_truncation()  # a file may ask for either; prompts are encoded as they are
         self._tokens.no_padding()
         added = self._tokens.get_added_tokens_decoder()
@@ -63,8 +73,9 @@ class Tokenizer:
 
     @staticmethod
     def exists(model_dir: str | Path) -> bool:
-        """True when the folder holds a tokenizer.json."""
-        return (Path(model_dir) / FILE).is_file()
+        """True when the folder holds a tokenizer.json, or else vocab.json and merges.txt."""
+        folder = Path(model_dir)
+        return (folder / FILE).is_file() or all((folder / f).is_file() for f in BPE_FILES.values())
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Ids of `text`; a special token that is written in it becomes its one id.
@@ -129,36 +140,13 @@ class Tokenizer:
         values are variables of the template (`enable_thinking=False`, for example). Raises
         ConfigError when the checkpoint has no chat template or the template raises an error.
         """
-        import jinja2
-
-        try:
-            template, special_tokens = self._template
-            variables = {**special_tokens, **values, "messages": list(messages)}
-            return template.render(variables, add_generation_prompt=True)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self._folder}: the chat template refuses: {error}") from error
+        return self._chat_template.render(messages, values)
 
     @functools.cached_property
-    def _template(self) -> tuple[Any, dict[str, Any]]:
-        """The compiled chat template, and its variables for special tokens such as eos_token."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def _chat_template(self) -> ChatTemplate:
+        from outrider.model.chat import ChatTemplate
 
-        path = self._folder / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        file = self._folder / "chat_template.jinja"
-        source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-        if not isinstance(source, str):
-            raise ConfigError(f"{self._folder}: this checkpoint has no chat template")
-        special_tokens = {
-            key: value["content"] if isinstance(value, dict) else value
-            for key, value in config.items()
-            if key.endswith("_token") and isinstance(value, (str, dict))
-        }
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(source), special_tokens
+        return ChatTemplate(self._folder)
 
     def without_special(self, ids: Sequence[int]) -> list[int]:
         """The ids that decode() makes text of: neither special nor unknown."""
@@ -244,6 +232,22 @@ class WindowDetokenizer:
         return self._tokenizer.decode(self._last + self._held)[len(last_text) :]
 
 
+def _made_by_transformers(folder: Path) -> Any:
+    """The tokenizer of vocab.json and merges.txt. No code of the folder is executed.
+
+    How a text is split before its bytes are merged stands in neither file: transformers knows it of
+    each type of model. The files are named, because its class for Qwen3.5 does not look for them
+    and has an empty vocabulary then.
+    """
+    from transformers import AutoTokenizer
+
+    files = {name: str(folder / file) for name, file in BPE_FILES.items()}
+    made = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True, **files
+    )
+    return made.backend_tokenizer
+
+
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
     """The character that byte-level tokenizers write for each byte -> that byte.
@@ -261,10 +265,3 @@ def _byte_alphabet() -> dict[str, int]:
 def _settings(step: Any) -> dict[str, Any]:
     """What tokenizer.json says of a step; empty where there is none."""
     return {} if step is None else json.loads(step.__getstate__())
-
-
-def _refuse(message: str) -> NoReturn:
-    """The function `raise_exception` of chat templates, which refuse a conversation with it."""
-    import jinja2
-
-    raise jinja2.TemplateError(message)

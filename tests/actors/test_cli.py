@@ -256,6 +256,7 @@ def test_a_failure_of_our_own_making_keeps_its_trace(
         ("generate", "give --prompt TEXT or --prompt-ids 1,2,3"),
         ("generate --prompt=", "prompt 1 of 1 is empty"),
         ("generate --prompt x --prompt-ids=", "prompt 2 of 2 is empty"),
+        ("generate --prompt a\udcff", "prompt 1 of 1 is not UTF-8: "),
         ("generate --prompt-ids 1,x", 'prompt-ids "1,x": expected token ids'),
         ("generate --prompt-ids 1,-2", 'prompt-ids "1,-2": expected token ids'),
         ("generate --prompt x --top-p 2", "sampling.top_p = 2.0: must lie in (0, 1]"),

@@ -100,6 +100,16 @@ def test_the_tokenizers_end_is_looked_up_in_its_files(
     assert load_config(folder).eos_ids == (5, 13)
 
 
+@pytest.mark.parametrize("file", ["added_tokens.json", "vocab.json"])
+def test_the_tokenizers_end_is_looked_up_in_the_files_of_older_forms(
+    tmp_path: Path, file: str
+) -> None:
+    folder = with_eos(write(tmp_path, checkpoints.config(eos_token_id=5)), eos_token="<end>")
+    (folder / "vocab.json").write_text('{"a": 0}')
+    (folder / file).write_text('{"<end>": 13}')
+    assert load_config(folder).eos_ids == (5, 13)
+
+
 def test_a_tokenizer_without_an_end_adds_none(tmp_path: Path) -> None:
     folder = with_eos(write(tmp_path, checkpoints.config(eos_token_id=None)), eos_token=None)
     assert load_config(folder).eos_ids == ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import tempfile
 import threading
 import time
@@ -14,10 +16,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from outrider.model.config import ConfigError
+from outrider.model.config import ConfigError, load_config
 from outrider.model.text import MAX_HELD_TOKENS, REPLACEMENT, Tokenizer, TooManyTokensError
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -248,6 +250,69 @@ def test_a_folder_without_a_tokenizer_says_what_works(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen3.5 splits a text. The bundled tokenizer splits before combining marks, too."""
+
+
+def bpe_folder(folder: Path) -> Path:
+    """The bundled tokenizer in the older form: vocab.json and merges.txt, no tokenizer.json."""
+    whole = json.loads((TINY / "tokenizer.json").read_text("utf-8"))
+    config = json.loads((TINY / "tokenizer_config.json").read_text("utf-8"))
+    (folder / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in whole["model"]["merges"])]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    config["tokenizer_class"] = "Qwen2Tokenizer"
+    config["added_tokens_decoder"] = {
+        str(token.pop("id")): token for token in whole["added_tokens"]
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    return folder
+
+
+def test_a_folder_with_vocabulary_and_merges_alone_has_a_tokenizer(tmp_path: Path) -> None:
+    rust = RustTokenizer.from_file(str(TINY / "tokenizer.json"))
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    right, made = saved(rust), Tokenizer(bpe_folder(tmp_path))
+    for text in [*TEXTS, "हिन्दी", "<|im_start|>user\nHi<|im_end|>", "it's 1,234 == \r\n\n  x"]:
+        ids = right.encode(text)
+        assert made.encode(text) == ids
+        assert made.decode(ids) == right.decode(ids)
+        assert streamed(made, ids, [1] * len(ids)) == streamed(right, ids, [1] * len(ids))
+    assert made.min_tokens("x" * 1000) == right.min_tokens("x" * 1000) > 0
+    said = [{"role": "user", "content": "Hello"}]
+    assert made.apply_chat_template(said) == tiny().apply_chat_template(said)
+    assert load_config(tmp_path).eos_ids == (0, 2)
+
+
+def test_no_code_of_a_folder_makes_its_tokenizer(tmp_path: Path) -> None:
+    folder, path = bpe_folder(tmp_path), tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    path.write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Own: pass\n")
+    with contextlib.suppress(ConfigError):
+        Tokenizer(folder)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_vocabulary_and_merges_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (bpe_folder(tmp_path) / "vocab.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"vocab\.json: cannot be loaded"):
+        Tokenizer(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ConfigError, match=r"not both of vocab\.json and merges\.txt"):
+        Tokenizer(tmp_path)
+
+
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be loaded"):
@@ -258,7 +323,7 @@ WRITTEN = st.lists(
     st.sampled_from(
         ["<|im_end|>", "e\u0301", "\u1161", "\u1100", "\u11a8", "=" * 16, " " * 19, "a"]
     )
-    | st.characters(),
+    | st.characters(codec="utf-8"),
     max_size=40,
 ).map("".join)
 
