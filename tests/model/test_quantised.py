@@ -150,18 +150,6 @@ def complaint(folder: Path) -> str:
     return text
 
 
-def test_a_scale_of_another_shape_and_one_that_is_absent_are_named(tmp_path: Path) -> None:
-    release = fp8(checkpoints.random_weights(DENSE), 16)
-    scale = "layers.1.mlp.up_proj.weight_scale_inv"
-    wrong = release.tensors | {f"model.{scale}": torch.ones(3, 5, dtype=torch.bfloat16)}
-    folder = checkpoints.write(tmp_path / "wrong", DENSE, wrong, quantization=release.config)
-    assert f"{scale} is [3, 5]" in complaint(folder)
-    absent = dict(release.tensors)
-    del absent[f"model.{scale}"]
-    folder = checkpoints.write(tmp_path / "absent", DENSE, absent, quantization=release.config)
-    assert "layers.1.mlp.up_proj.weight" in complaint(folder)
-
-
 def test_an_expert_that_is_absent_is_named(tmp_path: Path) -> None:
     """Fused experts have no names: there the last one is cut off, or one is too many."""
     weights = checkpoints.random_weights(MIXTURE)
