@@ -40,6 +40,12 @@ SUM_PIECE = 512
 """Elements of a row that one program of the sum takes."""
 
 
+AHEAD_ROWS = 8
+"""Up to so many rows the programs of the first product prefetch some of the second's weight, ..."""
+AHEAD_BYTES = 24 << 20
+"""... at most so many bytes in all, which the L2 cache holds until the second product comes."""
+
+
 class Tiling(NamedTuple):
     """How a product is divided into programs."""
 
@@ -96,11 +102,15 @@ def experts(x: Tensor, layer: ExpertLayer, arrivals: Tensor, mlp: Mlp) -> Tensor
     h = torch.empty(made, down.values.shape[-1], dtype=x.dtype, device=x.device)
     y = torch.empty(made, hidden, dtype=x.dtype, device=x.device)
     how = {"routing": routing, "num_rows": num_rows, "top_k": layer.top_k, "rows": rows}
-    _launch_product(x, gate_up, shared_gate_up if alike else None, h, gated=True, **how)
-    _launch_product(h, down, shared_down if alike else None, y, gated=False, **how)
-    shared = y[pairs:] if alike else mlp(x, layer.shared_gate_up, layer.shared_down).contiguous()
+    shared = (shared_gate_up, shared_down) if alike else (None, None)
+    _launch_product(x, gate_up, shared[0], h, following=down, **how)
+    _launch_product(h, down, shared[1], y, following=None, **how)
+    if alike:
+        shared_y = y[pairs:]
+    else:
+        shared_y = mlp(x, layer.shared_gate_up, layer.shared_down).contiguous()
     _sum_kernel[(num_rows, triton.cdiv(hidden, SUM_PIECE))](
-        y, shared, routing.gate, routing.ids, routing.weights, out, layer.first_expert, hidden,
+        y, shared_y, routing.gate, routing.ids, routing.weights, out, layer.first_expert, hidden,
         LOCAL=layer.gate_up.shape[0], TOP_K=layer.top_k, PIECE=SUM_PIECE,
         num_warps=2, **overlapped(x),
     )  # fmt: skip
@@ -134,38 +144,54 @@ def _power_of_two_in(number: int) -> int:
 
 def _launch_product(
     x: Tensor, w: Stored, shared: Stored | None, y: Tensor,
-    *, gated: bool, routing: Routing, num_rows: int, top_k: int, rows: int,
+    *, following: Stored | None, routing: Routing, num_rows: int, top_k: int, rows: int,
 ) -> None:  # fmt: skip
-    """y of each pair, then of each row's shared expert if there is one: x, the row's or the pair's,
-    times w [e, O, K] of the pair's expert; gated: swiglu of that."""
+    """y of each pair, then of each row's shared expert if there is one: x of the pair times w [e,
+    O, K] of its expert. In the first product, which one is `following`, x are rows and y is swiglu
+    of the result."""
     local, columns, inner = w.values.shape
     tile = tiling(rows)
     depth = min(tile.depth // x.element_size(), triton.next_power_of_2(inner))
     if w.block[1]:
         depth = min(depth, _power_of_two_in(w.block[1]))
-    width = y.shape[1]
+    tiles = triton.cdiv(columns, tile.columns)
     blocks = most_blocks(num_rows * top_k, local, rows)
     if shared is not None:
         blocks += triton.cdiv(num_rows, rows)
     other = w if shared is None else shared
-    _product_kernel[(triton.cdiv(columns, tile.columns), blocks)](
-        x, w.values, w.scales, other.values, other.scales, y,
-        routing.members, routing.blocks, num_rows, x.stride(0), width,
+    later = w.values if following is None else following.values
+    ahead = 0
+    if following is not None and rows <= AHEAD_ROWS:
+        ahead = _bytes_ahead(later, tiles * tile.columns, min(num_rows * top_k, local))
+    _product_kernel[(tiles, blocks)](
+        x, w.values, w.scales, other.values, other.scales, y, later,
+        routing.members, routing.blocks, num_rows, x.stride(0), y.shape[1], ahead,
         TOP_K=top_k, O=columns, K=inner, BLOCK_O=w.block[0], BLOCK_K=w.block[1],
-        ROWS=rows, COLUMNS=tile.columns, DEPTH=max(depth, LEAST_DEPTH), GATED=gated,
-        SHARED=shared is not None,
+        ROWS=rows, COLUMNS=tile.columns, DEPTH=max(depth, LEAST_DEPTH),
+        GATED=following is not None, SHARED=shared is not None, AHEAD=ahead > 0,
+        LATER=later[0].numel(),
         FACTOR=tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32,
         num_warps=tile.warps, num_stages=tile.stages, **overlapped(x),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+def _bytes_ahead(later: Tensor, columns: int, num_experts: int) -> int:
+    """How much of an expert's matrix of the second product [e, H, i] each of so many columns of the
+    first one prefetches: a multiple of 16 bytes."""
+    whole = later[0].numel() * later.element_size()
+    if whole % 16:  # then not all of them begin where a prefetch may
+        return 0
+    return min(whole, AHEAD_BYTES // num_experts) // columns // 16 * 16
+
+
+@triton.jit(do_not_specialize=["num_rows", "ahead"])
 def _product_kernel(
-    x, w, scales, shared_w, shared_scales, y, members, blocks, num_rows, x_row, width,
+    x, w, scales, shared_w, shared_scales, y, later, members, blocks,
+    num_rows, x_row, width, ahead,
     TOP_K: tl.constexpr, O: tl.constexpr, K: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GATED: tl.constexpr, SHARED: tl.constexpr, FACTOR: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPTH: tl.constexpr, GATED: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
+    LATER: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of columns for one block; the blocks of the shared expert come first.
     With GATED, the gate and the up column of each column of the result are neighbours in the tile.
@@ -204,6 +230,11 @@ def _product_kernel(
     total = _product(
         x_at, w_at, scale_at, o, alive, K, BLOCK_O, BLOCK_K, ROWS, COLUMNS, DEPTH, FACTOR
     )
+    if AHEAD:  # while this product ends and the next one starts
+        SIZE: tl.constexpr = later.dtype.element_ty.primitive_bitwidth // 8
+        later_at = later + expert * LATER + (tile * COLUMNS + c) * (ahead // SIZE)
+        if block >= shared_blocks:
+            prefetch(later_at, ahead, PDL)
     _write(total, y + to.to(tl.int64) * width, alive, tile, width, ROWS, COLUMNS, GATED)
 
 
