@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.parallel.experts import Mlp
-from outrider.parallel.formats import Fp8Matrix, Matrix, dequantised
+from outrider.parallel.formats import INT4_ZERO, Fp8Matrix, Int4Matrix, Matrix, dequantised
 from outrider.parallel.kernels.expert_routing import Routing, most_blocks, route
 from outrider.parallel.kernels.launch import (
     after_previous,
@@ -46,6 +46,9 @@ AHEAD_BYTES = 24 << 20
 """... at most so many bytes in all, which the L2 cache holds until the second product comes."""
 
 
+ZERO = tl.constexpr(INT4_ZERO)
+
+
 class Tiling(NamedTuple):
     """How a product is divided into programs."""
 
@@ -58,13 +61,19 @@ class Tiling(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A matrix as the products read it."""
+    """A matrix [.., O, K] as the products read it."""
 
     values: Tensor
+    """[.., O, K], or [.., O, K / 2] uint8: the codes of an Int4Matrix."""
     scales: Tensor
-    """Those of an Fp8Matrix; of plain numbers, the values again."""
+    """One for each block; of plain numbers, the values again."""
     block: tuple[int, int]
     """Rows and columns of a block; 0 where there are no scales."""
+
+    @property
+    def packed(self) -> int:
+        """Columns of an element of `values`."""
+        return 2 if self.values.dtype == torch.uint8 else 1
 
 
 def block_rows(num_rows: int, top_k: int, num_experts: int) -> int:
@@ -99,7 +108,8 @@ def experts(x: Tensor, layer: ExpertLayer, arrivals: Tensor, mlp: Mlp) -> Tensor
     routing = route(x, layer, rows, arrivals)
     pairs = num_rows * layer.top_k
     made = pairs + num_rows if alike else pairs
-    h = torch.empty(made, down.values.shape[-1], dtype=x.dtype, device=x.device)
+    width = down.values.shape[-1] * down.packed
+    h = torch.empty(made, width, dtype=x.dtype, device=x.device)
     y = torch.empty(made, hidden, dtype=x.dtype, device=x.device)
     how = {"routing": routing, "num_rows": num_rows, "top_k": layer.top_k, "rows": rows}
     shared = (shared_gate_up, shared_down) if alike else (None, None)
@@ -118,12 +128,18 @@ def experts(x: Tensor, layer: ExpertLayer, arrivals: Tensor, mlp: Mlp) -> Tensor
 
 
 def _stored(matrix: Matrix, dtype: torch.dtype) -> Stored:
-    """Fp8Matrix as it is, if its blocks are wide enough; anything else as plain numbers."""
-    if isinstance(matrix, Fp8Matrix) and _power_of_two_in(matrix.block[1]) >= LEAST_DEPTH:
+    """Codes as they are, if their blocks are wide enough; anything else as plain numbers."""
+    if isinstance(matrix, Fp8Matrix):
         stored = Stored(matrix.values, matrix.scales, matrix.block)
+    elif isinstance(matrix, Int4Matrix):
+        stored = Stored(
+            matrix.codes, matrix.scales, (1, matrix.shape[-1] // matrix.scales.shape[-1])
+        )
     else:
         plain = dequantised(matrix, dtype)
         stored = Stored(plain, plain, (0, 0))
+    if stored.block[1] and _power_of_two_in(stored.block[1]) < LEAST_DEPTH:
+        return _stored(dequantised(matrix, dtype), dtype)
     assert stored.values.is_contiguous()
     assert stored.scales.is_contiguous()
     return stored
@@ -150,6 +166,7 @@ def _launch_product(
     O, K] of its expert. In the first product, which one is `following`, x are rows and y is swiglu
     of the result."""
     local, columns, inner = w.values.shape
+    inner *= w.packed
     tile = tiling(rows)
     depth = min(tile.depth // x.element_size(), triton.next_power_of_2(inner))
     if w.block[1]:
@@ -166,7 +183,8 @@ def _launch_product(
     _product_kernel[(tiles, blocks)](
         x, w.values, w.scales, other.values, other.scales, y, later,
         routing.members, routing.blocks, num_rows, x.stride(0), y.shape[1], ahead,
-        TOP_K=top_k, O=columns, K=inner, BLOCK_O=w.block[0], BLOCK_K=w.block[1],
+        TOP_K=top_k, O=columns, K=inner, PACKED=w.packed, BLOCK_O=w.block[0],
+        BLOCK_K=w.block[1],
         ROWS=rows, COLUMNS=tile.columns, DEPTH=max(depth, LEAST_DEPTH),
         GATED=following is not None, SHARED=shared is not None, AHEAD=ahead > 0,
         LATER=later[0].numel(),
@@ -188,7 +206,7 @@ def _bytes_ahead(later: Tensor, columns: int, num_experts: int) -> int:
 def _product_kernel(
     x, w, scales, shared_w, shared_scales, y, later, members, blocks,
     num_rows, x_row, width, ahead,
-    TOP_K: tl.constexpr, O: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, O: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GATED: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     LATER: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
@@ -204,10 +222,10 @@ def _product_kernel(
     else:
         o = tl.minimum(tile * COLUMNS + c, O - 1)
     shared_blocks = tl.cdiv(num_rows, ROWS) if SHARED else 0
-    BYTES: tl.constexpr = K * (w.dtype.element_ty.primitive_bitwidth // 8)
+    BYTES: tl.constexpr = K // PACKED * (w.dtype.element_ty.primitive_bitwidth // 8)
     if SHARED and BYTES % 16 == 0:  # noqa: SIM102 (Triton)
         if block < shared_blocks:
-            prefetch(shared_w + o * K, BYTES, PDL)
+            prefetch(shared_w + o * (K // PACKED), BYTES, PDL)
     wait_for_previous(PDL)
     # An entry that was not written is loaded too, so that no load waits for the number of them.
     entry = blocks + 1 + 3 * tl.maximum(block - shared_blocks, 0)
@@ -223,12 +241,24 @@ def _product_kernel(
         alive = n < count
         to = tl.load(members + expert * num_rows + first + n, mask=alive, other=0)
         row = to // TOP_K
-        w_at, scale_at = w + expert * (O * K), scales
+        w_at, scale_at = w + expert * (O * (K // PACKED)), scales
         if BLOCK_K:
             scale_at += expert * ((O // BLOCK_O) * (K // BLOCK_K))
     x_at = x + (row if GATED else to).to(tl.int64) * x_row
     total = _product(
-        x_at, w_at, scale_at, o, alive, K, BLOCK_O, BLOCK_K, ROWS, COLUMNS, DEPTH, FACTOR
+        x_at,
+        w_at,
+        scale_at,
+        o,
+        alive,
+        K,
+        PACKED,
+        BLOCK_O,
+        BLOCK_K,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+        FACTOR,
     )
     if AHEAD:  # while this product ends and the next one starts
         SIZE: tl.constexpr = later.dtype.element_ty.primitive_bitwidth // 8
@@ -241,12 +271,12 @@ def _product_kernel(
 @triton.jit
 def _product(
     x_at, w_at, scale_at, o, alive,
-    K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Rows o of the weight times the rows that begin at x_at, in float32 [COLUMNS, ROWS]."""
     k = tl.arange(0, DEPTH)
-    w_at += o[:, None] * K + k[None, :]
+    w_at += o[:, None] * (K // PACKED) + tl.arange(0, DEPTH // PACKED)[None, :]
     x_at = x_at[None, :] + k[:, None]
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     if BLOCK_K:
@@ -262,13 +292,15 @@ def _product(
             inside = k < K - step * DEPTH
             left = tl.load(w_at, mask=inside[None, :], other=0.0)
             right = tl.load(x_at, mask=alive[None, :] & inside[:, None], other=0.0)
+        if PACKED == 2:
+            left = tl.reshape(tl.join(left & 15, left >> 4), (COLUMNS, DEPTH)).to(tl.int8) - ZERO
         left, right = left.to(FACTOR), right.to(FACTOR)
         if BLOCK_K:
             scale = tl.sum(tl.where((b == step * DEPTH // BLOCK_K)[None, :], held, 0.0), 1)
             total += tl.dot(left, right, input_precision="ieee") * scale[:, None]
         else:
             total = tl.dot(left, right, total, input_precision="ieee")
-        w_at += DEPTH
+        w_at += DEPTH // PACKED
         x_at += DEPTH
     return total
 

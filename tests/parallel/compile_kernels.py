@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from outrider.parallel.formats import Fp8Matrix
+from outrider.parallel.formats import Fp8Matrix, Int4Matrix
 from outrider.parallel.group import OneShotBuffers, TwoShotBuffers
 from outrider.parallel.kernels import (
     argmax,
@@ -193,10 +193,15 @@ def fp8(*shape: int) -> Fp8Matrix:
     return Fp8Matrix(bf16(*shape).to(torch.float8_e4m3fn), scales)
 
 
+def int4(*shape: int) -> Int4Matrix:
+    codes = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
+    return Int4Matrix(codes, torch.zeros(*shape[:-1], shape[-1] // 128))
+
+
 def mixtures(arrivals: Tensor) -> None:
     """Layers of the 35B-A3B model on one of two ranks: few rows, groups of rows, a prompt."""
     num, i = 256, 256
-    for matrix, counts in ((bf16, (6, 48, 192, 2048)), (fp8, (6, 2048))):
+    for matrix, counts in ((bf16, (6, 48, 192, 2048)), (fp8, (6, 2048)), (int4, (6, 2048))):
         layer = ExpertLayer(
             router=bf16(num, H), top_k=8, normalised=True, first_expert=0,
             gate_up=matrix(num, 2 * i, H), down=matrix(num, H, i),
