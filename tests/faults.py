@@ -2,7 +2,8 @@
 
 `text` must be in its file exactly once (tests/test_mutants.py), and is as short as that allows. A
 line that is to go away becomes one that does nothing. Those of how tokens are picked stand in
-tests/sampling_faults.py, those of experts and of how weights are read in tests/loading_faults.py.
+tests/sampling_faults.py, those of experts and of how weights are read in tests/loading_faults.py,
+those of what a checkpoint's small files say in tests/checkpoint_faults.py.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     python -m tests.mutants rotary stop     only those whose name holds one of the words
     python -m tests.mutants --table         write docs/mutants.md
 
-A fault is a piece of source text and what takes its place (tests/faults.py, sampling_faults.py and
-loading_faults.py). It is planted in a temporary copy of the tree, never in the checkout, and only
-its own test runs.
+A fault is a piece of source text and what takes its place (the files tests/*faults.py). It is
+planted in a temporary copy of the tree, never in the checkout, and only its own test runs.
 The exit status is 1 when no assertion of that test fails, when the test is red without the fault,
 and when the text is not in its file exactly once.
 """
@@ -26,11 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.checkpoint_faults import CHECKPOINT_FAULTS
 from tests.faults import FAULTS, Fault
 from tests.loading_faults import LOADING_FAULTS
 from tests.sampling_faults import SAMPLING_FAULTS
 
-ALL_FAULTS = (*FAULTS, *SAMPLING_FAULTS, *LOADING_FAULTS)
+ALL_FAULTS = (*FAULTS, *SAMPLING_FAULTS, *LOADING_FAULTS, *CHECKPOINT_FAULTS)
 REPO = Path(__file__).parents[1]
 PAGE = "docs/mutants.md"
 JOBS = 2
@@ -99,9 +99,9 @@ def table() -> str:
         "",
         "`make mutants` plants each of these faults in a copy of the tree, one by one, and runs "
         "the test beside it, an assertion of which must fail. It is not part of `make test`, which "
-        "only checks that this table is that of tests/faults.py, tests/sampling_faults.py and "
-        "tests/loading_faults.py, that the places of the faults still exist, and that the tests "
-        f"do. {len(ALL_FAULTS)} faults, two at a time: 5 minutes of CPU time.",
+        "only checks that this table is that of the files tests/*faults.py, that the places of the "
+        f"faults still exist, and that the tests do. {len(ALL_FAULTS)} faults, two at a time: 5 "
+        "minutes of CPU time.",
         "",
         "| fault | file | test that turns red |",
         "|---|---|---|",

@@ -298,7 +298,9 @@ def test_no_code_of_a_folder_makes_its_tokenizer(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
     path.write_text(json.dumps(config))
-    (folder / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Own: pass\n")
+    (folder / "own.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'executed')!r}).touch()\nclass Own: pass\n"
+    )
     with contextlib.suppress(ConfigError):
         Tokenizer(folder)
     assert not (tmp_path / "executed").exists()
