@@ -424,6 +424,7 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stats": {
             "iterations": stats.iterations,
+            "drafter": stats.drafter,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
             "accepted_per_position": list(stats.accepted_per_position),

@@ -205,6 +205,9 @@ class RunConfig:
     tensor_parallel: int = 1
     draft_tokens: int = 3
     """K, drafts an iteration. At 0 the draft is not loaded."""
+    drafter: str = "mtp"
+    """Where drafts come from: "mtp" (the checkpoint's MTP layer), "lookup" (what followed the last
+    tokens where they stood before), or "both"."""
     auto_depth: bool = False
     """True where a StepPlan may ask for fewer drafts than draft_tokens."""
     expert_parallel: bool = False
@@ -231,6 +234,16 @@ class RunConfig:
     """Give every pass the same shapes, K+1 rows a slot and all pages that a slot may have, and run
     the delta net's rows in turn: a row's result then does not depend on what is drafted."""
     ablation: Ablation = Ablation()
+
+    @property
+    def uses_mtp(self) -> bool:
+        """Whether the checkpoint's MTP layer is loaded."""
+        return self.draft_tokens > 0 and self.drafter != "lookup"
+
+    @property
+    def uses_lookup(self) -> bool:
+        """Whether the tokens of each request are looked through for drafts."""
+        return self.draft_tokens > 0 and self.drafter != "mtp"
 
     @property
     def draft_size(self) -> int:

@@ -22,6 +22,7 @@ from outrider.model.batch import DecodeBatch, PromptChunk
 from outrider.model.blocks import Params
 from outrider.model.cache import GdnStates, KvPages
 from outrider.model.config import ModelConfig, RunConfig
+from outrider.model.lookup import LONG_MATCH, TokenHistory
 from outrider.model.mtp import MtpDraft
 from outrider.model.plan import storages
 from outrider.model.qwen3_5 import Qwen35
@@ -34,7 +35,7 @@ from outrider.parallel.vocab import Fp8Head, LMHead
 
 RunPiece = Callable[[int | str, Callable[[], Any]], Any]
 """(name of a piece of an iteration, its work) -> what the work returns. Draft passes are named by
-their number, the other pieces "gather_slots", "drafts" and "verify"."""
+their number, the other pieces "gather_slots", "lookup", "drafts" and "verify"."""
 
 
 def run_at_once(name: int | str, work: Callable[[], Any]) -> Any:
@@ -150,6 +151,47 @@ class MtpDrafter:
         return self.head.pick(hidden, rows, by_slot, features, exact=False)[0].squeeze(1)
 
 
+class LookupDrafter:
+    """Drafts what followed the last tokens where they stood before in the request."""
+
+    def __init__(self, history: TokenHistory, page_tokens: int) -> None:
+        self.history, self.page_tokens = history, page_tokens
+
+    def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
+        self.history.write(chunk.slots, chunk.first, chunk.tokens, chunk.counts)
+
+    def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
+        return run("lookup", lambda: self.look(batch, gathered))[0]
+
+    def look(self, batch: DecodeBatch, gathered: GatheredSlots) -> tuple[Tensor, Tensor]:
+        """Remember the tokens that the last pass kept; -> as TokenHistory.find."""
+        self.history.write(batch.slots, gathered.start + 1, gathered.fresh, gathered.kept)
+        most = batch.num_pages * self.page_tokens
+        return self.history.find(batch.slots, gathered.length, batch.num_drafts, most)
+
+    def catch_up(self, batch: DecodeBatch, width: int) -> None:
+        """Nothing waits: every iteration writes its tokens, whether it drafts or not."""
+
+
+class MtpOrLookup:
+    """Drafts with the MTP layer, and by looking where at least LONG_MATCH tokens stood before."""
+
+    def __init__(self, mtp: Drafter, lookup: LookupDrafter) -> None:
+        self.mtp, self.lookup = mtp, lookup
+
+    def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
+        self.lookup.prefill(chunk, hidden)
+        self.mtp.prefill(chunk, hidden)
+
+    def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
+        found, matched = run("lookup", lambda: self.lookup.look(batch, gathered))
+        drafts = self.mtp.propose(batch, gathered, run)
+        return torch.where((matched >= LONG_MATCH).unsqueeze(1), found, drafts)
+
+    def catch_up(self, batch: DecodeBatch, width: int) -> None:
+        self.mtp.catch_up(batch, width)
+
+
 class Executor:
     """The target, the draft, the caches and the slot tensors of one rank."""
 
@@ -171,11 +213,14 @@ class Executor:
         self.head = LMHead(params["lm_head.weight"] if share is None else share, device)
         self.draft_pages: KvPages | None = None
         self.drafter: Drafter | None = None
-        if run.draft_tokens:
+        if run.uses_mtp:
             body_device = device if run.draft_body == "sharded" else device.local()
             kv_heads = heads.kv_heads_of(body_device.tp.size)
             self.draft_pages = KvPages(1, kv_heads, heads.head_dim, run, device)
             self.drafter = self._mtp_drafter(model, params, self.draft_pages, body_device)
+        if run.uses_lookup:
+            lookup = LookupDrafter(self.slots.history, run.page_tokens)
+            self.drafter = MtpOrLookup(self.drafter, lookup) if self.drafter else lookup
 
     def _mtp_drafter(
         self, model: ModelConfig, params: Params, pages: KvPages, body_device: Device
@@ -198,7 +243,7 @@ class Executor:
         memory = storages([self.slots, self.states, self.pages, self.draft_pages])
         pages = [self.pages, *([self.draft_pages] if self.draft_pages else [])]
         by_slot = [*self.states.tensors(), *self.slots.backlog.tensors()]
-        by_slot += self.slots.sampling.tables()
+        by_slot += [*self.slots.sampling.tables(), *self.slots.history.tensors()]
         return {
             "weights": sum(n for address, n in storages(self).items() if address not in memory),
             "states": sum(t.nbytes for t in by_slot),

@@ -16,6 +16,7 @@ import torch
 
 from outrider.model.backlog import Backlog
 from outrider.model.config import ConfigError, ModelConfig, RunConfig
+from outrider.model.lookup import TokenHistory
 from outrider.model.rules import rules
 from outrider.model.sampling import SamplingMemory
 from outrider.parallel.device import Capabilities
@@ -63,12 +64,12 @@ def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
     for rule in rules(model, run):
         name = rule.part if rule.form == "plain" else f"{rule.part}, {rule.form}"
         parts[name] = parts.get(name, 0) + rule.num_bytes(run)
-    if run.draft_tokens and run.draft_head == "fp8":
+    if run.uses_mtp and run.draft_head == "fp8":
         share = model.vocab_size // run.tensor_parallel
         parts["draft head, fp8"] = share * (model.hidden_size + 4)
     itemsize, attention = getattr(torch, run.dtype).itemsize, model.attention
     kv_heads = {"target": len(model.full_layers) * attention.kv_heads_of(run.tensor_parallel)}
-    if run.draft_tokens:
+    if run.uses_mtp:
         kv_heads["draft"] = attention.kv_heads_of(run.draft_size)
     head_bytes = 2 * attention.head_dim * itemsize  # a key and a value
     return MemoryPlan(
@@ -87,9 +88,17 @@ def _slot_bytes(model: ModelConfig, run: RunConfig, itemsize: int) -> int:
     state = heads * g.head_k_dim * g.head_v_dim
     factors = rows * (keys * g.head_k_dim + heads * g.head_v_dim + heads)
     conv = (g.conv_kernel - 1 + rows) * (2 * g.key_dim + g.value_dim) // size
-    backlog = Backlog.slot_bytes(model.hidden_size, itemsize) if run.draft_tokens else 0
+    backlog = Backlog.slot_bytes(model.hidden_size, itemsize) if run.uses_mtp else 0
+    positions = run.max_model_len + overshoot_rows(run.draft_tokens)
+    columns = pages_for(positions, run.page_tokens) * run.page_tokens
+    history = TokenHistory.slot_bytes(columns) if run.uses_lookup else 0
     tables = SamplingMemory.slot_bytes(model.vocab_size // size)
-    return len(model.gdn_layers) * (4 * (state + factors) + itemsize * conv) + backlog + tables
+    return (
+        len(model.gdn_layers) * (4 * (state + factors) + itemsize * conv)
+        + backlog
+        + history
+        + tables
+    )
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:

@@ -136,7 +136,7 @@ def rules(model: ModelConfig, run: RunConfig) -> list[Rule]:
     target.add("norm.weight", (h,), float32=True)
     if not model.tie_word_embeddings:
         target.add(HEAD, (v, h), rows(v), part="head")
-    if not run.draft_tokens:
+    if not run.uses_mtp:
         return target.rules
     draft = _Table(model, run, run.draft_size, ("draft body", "draft experts"))
     draft.add("mtp.fc.weight", (h, 2 * h))

@@ -17,6 +17,7 @@ from outrider.model.backlog import Backlog
 from outrider.model.blocks import RotaryTable
 from outrider.model.cache import NULL_PAGE
 from outrider.model.config import ModelConfig, RunConfig
+from outrider.model.lookup import TokenHistory
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.sampling import SamplingMemory
 from outrider.model.step import Join
@@ -45,7 +46,9 @@ class SlotTensors:
         dtype = getattr(torch, run.dtype)
         self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
         self.sampling = SamplingMemory(slots, model.vocab_size, device)
-        self.backlog = Backlog(slots if run.draft_tokens else 0, self.hidden)
+        self.backlog = Backlog(slots if run.uses_mtp else 0, self.hidden)
+        columns = self.max_pages * run.page_tokens
+        self.history = TokenHistory(slots if run.uses_lookup else 0, columns, where)
 
     def tensors(self) -> list[Tensor]:
         return [self.length, self.last, self.kept, self.block_table, self.fresh, self.hidden]

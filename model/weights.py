@@ -85,10 +85,11 @@ def check_weights(model_dir: Path, model: ModelConfig, run: RunConfig) -> None:
     Raises ConfigError listing every difference, or when the ranks cannot share the model.
     """
     model.check_divides(run.tensor_parallel, expert_parallel=run.expert_parallel)
-    if run.draft_tokens and not model.num_mtp_layers:
+    if run.uses_mtp and not model.num_mtp_layers:
         raise ConfigError(
             f"{model.source}: mtp_num_hidden_layers = {model.num_mtp_layers}: this checkpoint has "
-            f"no draft. Set speculation.draft_tokens: 0 in cluster.yaml (now {run.draft_tokens})."
+            f"no draft. Set in cluster.yaml speculation.drafter: lookup, or "
+            f"speculation.draft_tokens: 0 (now {run.draft_tokens})."
         )
     _check(Checkpoint(model_dir, model), rules(model, run), model, run)
 
@@ -114,8 +115,9 @@ def _check(
     if others != missing and not any(name.startswith("mtp.") for name in weights):
         missing = [
             *others,
-            f"every mtp.* tensor, so there is no draft, though config.json has one: set "
-            f"speculation.draft_tokens: 0 in cluster.yaml "
+            f"every mtp.* tensor, so there is no draft, though config.json has one: set in "
+            f"cluster.yaml speculation.drafter: lookup, which drafts what followed the last tokens "
+            f"before, or speculation.draft_tokens: 0 "
             f"(now {'auto' if run.auto_depth else run.draft_tokens})",
         ]
     differences = {
@@ -161,10 +163,10 @@ def _is_readable(weight: StoredWeight) -> bool:
 
 def is_ignored(name: str, model: ModelConfig, run: RunConfig) -> bool:
     """True for a tensor that a file may hold and this run does not load: the vision tower, a draft
-    at K = 0, and a second copy of the embedding under the head's name."""
+    that is not used, and a second copy of the embedding under the head's name."""
     return (
         name.startswith(IGNORED_PREFIXES)
-        or (name.startswith("mtp.") and not run.draft_tokens)
+        or (name.startswith("mtp.") and not run.uses_mtp)
         or (name == HEAD and model.tie_word_embeddings)
     )
 

@@ -64,6 +64,10 @@ class SpeculationSpec:
     draft_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | Literal["auto"] = 3
     """K, tokens drafted an iteration; 0 is plain decoding; auto: up to 5, as many as measured times
     and acceptance make worth while."""
+    drafter: Literal["mtp", "lookup", "both"] = "mtp"
+    """Where drafts come from: the checkpoint's MTP layer; lookup: what followed the last tokens
+    where they stood before in the request, which needs no MTP layer; both: lookup where a match is
+    long, else the MTP layer."""
     draft_head: Literal["model", "fp8"] = "model"
     """Weights that score drafts: the checkpoint's, or a copy rounded to float8: half the bytes to
     read for each draft, the same output, a few drafts other than before."""
@@ -305,9 +309,13 @@ class Spec:
         """What one rank's runner needs. Raises ConfigError for what the model cannot do."""
         depth, auto = self.speculation.draft_tokens, self.speculation.draft_tokens == "auto"
         if depth == "auto":
-            depth = MAX_AUTO_DEPTH if model.num_mtp_layers else 0
-        if depth and not model.num_mtp_layers:
-            rule = f"must be 0: {model.source} has no MTP layer to draft with"
+            has_drafter = model.num_mtp_layers or self.speculation.drafter == "lookup"
+            depth = MAX_AUTO_DEPTH if has_drafter else 0
+        if depth and not model.num_mtp_layers and self.speculation.drafter != "lookup":
+            rule = (
+                f"must be 0, or speculation.drafter lookup: {model.source} has no MTP layer to "
+                f"draft with"
+            )
             raise self.error("speculation.draft_tokens", rule)
         coarse = self.cache.state_dtype
         if coarse == "bfloat16" and not model.gdn.coarse_state:
@@ -326,6 +334,7 @@ class Spec:
             quantization=self.quantization,
             draft_tokens=depth,
             auto_depth=auto and depth > 0,
+            drafter=self.speculation.drafter,
             draft_body=self.speculation.draft_body,
             draft_head=self.speculation.draft_head,
             max_slots=self.limits.max_slots,

@@ -68,6 +68,7 @@ def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
         num_pages=run.num_pages,
         page_tokens=run.page_tokens,
         draft_tokens=run.draft_tokens,
+        drafter=run.drafter,
         overshoot_rows=overshoot_rows(run.draft_tokens),
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,

@@ -42,6 +42,8 @@ class RequestStats:
 
     iterations: int = 0
     """Verify passes; the prefill, which yields the first token, is none."""
+    drafter: str | None = None
+    """Where its drafts came from: speculation.drafter; None where it was offered none."""
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)

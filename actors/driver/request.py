@@ -55,6 +55,7 @@ class Request:
         sampling: Sampling,
         *,
         draft_tokens: int,
+        drafter: str = "mtp",
         stop: Sequence[str] = (),
         key: str = "",
         detokenizer: Detokenizer | None = None,
@@ -65,6 +66,7 @@ class Request:
         checkpoint has no tokenizer; then every text is empty.
         """
         self.number = number
+        self._drafter = drafter
         self.prompt = prompt
         self.sampling = sampling
         self.key = key
@@ -166,6 +168,7 @@ class Request:
         num_later = counters.tokens - self._num_first
         return RequestStats(
             iterations=counters.iterations,
+            drafter=self._drafter if counters.drafted else None,
             drafted=counters.drafted,
             accepted=counters.accepted,
             accepted_per_position=list(counters.per_position),

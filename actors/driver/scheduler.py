@@ -34,6 +34,7 @@ class Limits:
     num_pages: int
     page_tokens: int
     draft_tokens: int
+    drafter: str
     overshoot_rows: int
     """Rows past max_tokens that an iteration may write (model.plan.overshoot_rows)."""
     vocab_size: int
@@ -105,6 +106,7 @@ class Scheduler:
                 seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             ),
             draft_tokens=limits.draft_tokens,
+            drafter=limits.drafter,
             stop=asked.stop,
             key=asked.key,
             detokenizer=detokenizer,

@@ -176,6 +176,7 @@ def usage_of(
             "rejected_prediction_tokens": drafted - accepted,
         },
         "speculation": {
+            "drafter": next((s.drafter for s in stats if s.drafter), None),
             "iterations": sum(s.iterations for s in stats),
             "drafted_tokens": drafted,
             "accepted_tokens": accepted,

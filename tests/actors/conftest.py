@@ -45,6 +45,7 @@ def limits(**changes: Any) -> Limits:
         "num_pages": 33,
         "page_tokens": 8,
         "draft_tokens": 3,
+        "drafter": "mtp",
         "overshoot_rows": 4,
         "vocab_size": VOCAB,
         "eos_ids": (EOS,),

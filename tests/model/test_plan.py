@@ -49,6 +49,8 @@ def assert_plan_is_allocation(team: Team) -> None:
         (checkpoints.next_config(), "fp8", {"dtype": "bfloat16"}),
         (checkpoints.config(), "fp8", {"draft_head": "fp8"}),
         (checkpoints.config(), "gptq", {}),
+        (checkpoints.config(), "plain", {"drafter": "lookup"}),
+        (checkpoints.config(), "plain", {"drafter": "both", "page_tokens": 16}),
     ],
 )
 def test_every_format_is_planned_as_it_is_stored(

@@ -57,11 +57,13 @@ def test_a_draft_that_the_saver_dropped_is_one_line_with_the_way_out(
     with pytest.raises(ConfigError) as caught:
         check(folder, draft_tokens=4)
     message = str(caught.value)
-    assert "speculation.draft_tokens: 0 in cluster.yaml (now 4)" in message
+    assert "cluster.yaml speculation.drafter: lookup" in message
+    assert "speculation.draft_tokens: 0 (now 4)" in message
     assert message.count("mtp.") == 1, "not a list of its tensors"
     with pytest.raises(ConfigError, match=r"\(now auto\)"):
         check(folder, draft_tokens=5, auto_depth=True)
     check(folder, draft_tokens=0)
+    check(folder, drafter="lookup")
 
 
 QUANTISED = {
