@@ -25,7 +25,12 @@ from outrider.model.config import ConfigError
 from outrider.model.step import Sampling
 
 STATS = RequestStats(
-    iterations=10, drafted=30, accepted=12, accepted_per_position=[8, 3, 1], ttft_s=0.025
+    iterations=10,
+    drafter="lookup",
+    drafted=30,
+    accepted=12,
+    accepted_per_position=[8, 3, 1],
+    ttft_s=0.025,
 )
 
 
@@ -182,6 +187,7 @@ def test_json_is_one_object_a_prompt_and_nothing_else(
         "finish_reason": "stop",
         "stats": {
             "iterations": 10,
+            "drafter": "lookup",
             "drafted": 30,
             "accepted": 12,
             "accepted_per_position": [8, 3, 1],
