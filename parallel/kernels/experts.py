@@ -40,6 +40,8 @@ SUM_PIECE = 512
 """Elements of a row that one program of the sum takes."""
 
 
+MAX_BLOCK = 128
+"""The most rows of a block."""
 AHEAD_ROWS = 8
 """Up to so many rows the programs of the first product prefetch some of the second's weight, ..."""
 AHEAD_BYTES = 24 << 20
@@ -77,16 +79,19 @@ class Stored(NamedTuple):
 
 
 def block_rows(num_rows: int, top_k: int, num_experts: int) -> int:
-    """The most rows of a block: more where an expert has many."""
+    """The most rows of a block: twice as many as an expert has on average, so that few experts are
+    read twice."""
     if num_rows <= 8:
         return 8
-    mean = num_rows * top_k / num_experts
-    return 16 if mean <= 4 else 32 if mean <= 16 else 64
+    mean = triton.cdiv(num_rows * top_k, num_experts)
+    return min(MAX_BLOCK, max(16, triton.next_power_of_2(2 * mean)))
 
 
 def tiling(rows: int) -> Tiling:
     """The tiling of products with blocks of so many rows."""
-    return Tiling(64, 256, 4, 4) if rows <= 32 else Tiling(128, 128, 4, 4)
+    if rows <= 32:
+        return Tiling(64, 256, 4, 4)
+    return Tiling(128, 128, 4 if rows <= 64 else 8, 4)
 
 
 def experts(x: Tensor, layer: ExpertLayer, arrivals: Tensor, mlp: Mlp) -> Tensor:
@@ -171,6 +176,8 @@ def _launch_product(
     depth = min(tile.depth // x.element_size(), triton.next_power_of_2(inner))
     if w.block[1]:
         depth = min(depth, _power_of_two_in(w.block[1]))
+    depth = max(depth, LEAST_DEPTH)
+    stages = min(tile.stages, triton.cdiv(inner, depth) + 1)
     tiles = triton.cdiv(columns, tile.columns)
     blocks = most_blocks(num_rows * top_k, local, rows)
     if shared is not None:
@@ -185,11 +192,11 @@ def _launch_product(
         routing.members, routing.blocks, num_rows, x.stride(0), y.shape[1], ahead,
         TOP_K=top_k, O=columns, K=inner, PACKED=w.packed, BLOCK_O=w.block[0],
         BLOCK_K=w.block[1],
-        ROWS=rows, COLUMNS=tile.columns, DEPTH=max(depth, LEAST_DEPTH),
+        ROWS=rows, COLUMNS=tile.columns, DEPTH=depth,
         GATED=following is not None, SHARED=shared is not None, AHEAD=ahead > 0,
         LATER=later[0].numel(),
         FACTOR=tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32,
-        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x),
+        num_warps=tile.warps, num_stages=stages, **overlapped(x),
     )  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def int4(*shape: int) -> Int4Matrix:
 def mixtures(arrivals: Tensor) -> None:
     """Layers of the 35B-A3B model on one of two ranks: few rows, groups of rows, a prompt."""
     num, i = 256, 256
-    for matrix, counts in ((bf16, (6, 48, 192, 2048)), (fp8, (6, 2048)), (int4, (6, 2048))):
+    for matrix, counts in ((bf16, (6, 48, 384, 2048)), (fp8, (6, 2048)), (int4, (6, 2048))):
         layer = ExpertLayer(
             router=bf16(num, H), top_k=8, normalised=True, first_expert=0,
             gate_up=matrix(num, 2 * i, H), down=matrix(num, H, i),
