@@ -216,15 +216,16 @@ class Planting:
         vocab, n = len(following), self.block
         unit = torch.randn(vocab, n, generator=random, device=device)
         unit /= unit.norm(dim=1, keepdim=True)
-        embedding = torch.zeros(vocab, self.hidden, device=device)
-        embedding[:, :n] = unit
-        embedding[:, n : 2 * n] = unit[following.to(device)]
-        embedding[:, 2 * n : 3 * n] = unit[guess.to(device)]
-        embedding[:, 3 * n] = 1.0
-        tables = {TARGET + "embed_tokens.weight": embedding.mul_(self.scale).to(DTYPE)}
+        rows = unit.mul_(self.scale).to(DTYPE)
+        embedding = torch.zeros(vocab, self.hidden, device=device, dtype=DTYPE)
+        embedding[:, :n] = rows
+        embedding[:, n : 2 * n] = rows[following.to(device)]
+        embedding[:, 2 * n : 3 * n] = rows[guess.to(device)]
+        embedding[:, 3 * n] = self.scale
+        tables = {TARGET + "embed_tokens.weight": embedding}
         if not self.tied:
-            head = tables[TARGET + "embed_tokens.weight"].clone()
-            head[:, self.written] = head[:, :n].clone()
+            head = embedding.clone()
+            head[:, self.written] = rows
             tables["lm_head.weight"] = head
         return tables
 

@@ -20,7 +20,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from typer.testing import CliRunner
 
 from outrider.benchmarks import planted, planted_weights, shards
+from outrider.model.config import RunConfig, load_config
+from outrider.model.plan import memory_plan
 from outrider.model.step import Sampling
+from outrider.model.weights import settle
 from tests import checkpoints
 from tests.draft_reference import draft_hidden
 from tests.ranks import Team
@@ -243,6 +246,26 @@ def test_sizes_have_the_published_parameters(size: str) -> None:
     for name, shape in shapes(size).items():
         counts[name.startswith("mtp.")] += shape.numel()
     assert (counts[False], counts[True]) == PUBLISHED[size]
+
+
+@pytest.mark.parametrize("size", [*PUBLISHED, "35b-a3b"])
+def test_the_plan_of_a_size_is_of_its_weights(size: str, tmp_path: Path) -> None:
+    """In bfloat16 on one rank: but for norms and decay rates two bytes a weight."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(planted.nested_config(planted.text_config(size)))
+    )
+    run = RunConfig(model_dir="", dtype="bfloat16")
+    planned = sum(memory_plan(load_config(tmp_path), run).parts.values())
+    weights = sum(PUBLISHED.get(size, (34_660_610_688, 844_640_768)))
+    assert 0 < planned - 2 * weights < 1e-3 * weights
+
+
+def test_the_plan_from_the_config_alone_is_that_with_the_files(release: Path) -> None:
+    """`outrider plan` with a hub id downloads no weights: the config says which are in codes."""
+    model = load_config(release)
+    for size in (1, 2, 4):
+        run = RunConfig(model_dir="", dtype="bfloat16", tensor_parallel=size)
+        assert memory_plan(model, run) == memory_plan(settle(model, release), run)
 
 
 def test_mixture_has_the_published_tensors() -> None:
