@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.parallel.device import Capabilities, Device
-from outrider.parallel.formats import Matrix
+from outrider.parallel.formats import Fp8Matrix, Int4Matrix, Matrix, dequantised
 from outrider.parallel.group import Group
 from outrider.parallel.kernels import (
     argmax,
     attention,
     experts,
+    fp8,
     gdn_prefill,
     gdn_verify,
     matmul,
@@ -73,18 +74,19 @@ class CudaOps(Ops):
         self.choose_pair = argmax.choose_pair
 
     def linear(self, x: Tensor, weight: Matrix) -> Tensor:
-        if not isinstance(weight, Tensor):
-            return super().linear(x, weight)
-        if _few_bf16(x, matmul.HELD_ROWS):
+        if isinstance(weight, Tensor):
+            few = _few_bf16(x, matmul.HELD_ROWS)
+            return matmul.few_rows(x, weight, self._arrivals) if few else F.linear(x, weight)
+        if isinstance(weight, Int4Matrix) or not fp8.readable(weight):
+            return F.linear(x, dequantised(weight, x.dtype))
+        if _few_bf16(x):
             return matmul.few_rows(x, weight, self._arrivals)
-        return F.linear(x, weight)
+        return F.linear(x, fp8.plain(weight, x.dtype))
 
     def linear_swiglu(self, x: Tensor, gate_up: Matrix) -> Tensor:
-        if not isinstance(gate_up, Tensor):
-            return super().linear_swiglu(x, gate_up)
-        if _few_bf16(x):
+        if isinstance(gate_up, Tensor | Fp8Matrix) and fp8.readable(gate_up) and _few_bf16(x):
             return matmul.few_rows_swiglu(x, gate_up, self._arrivals)
-        return self.swiglu(F.linear(x, gate_up))
+        return super().linear_swiglu(x, gate_up)
 
     def experts(self, x: Tensor, layer: ExpertLayer) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -93,12 +95,13 @@ class CudaOps(Ops):
     def linear_part(self, x: Tensor, weight: Matrix, group: Group) -> PartialSum:
         buffers = group.one_shot
         if (
-            not isinstance(weight, Tensor)
-            or buffers is None
-            or not matmul.can_send(x, weight, buffers)
+            buffers is not None
+            and isinstance(weight, Tensor | Fp8Matrix)
+            and fp8.readable(weight)
+            and matmul.can_send(x, weight, buffers)
         ):
-            return super().linear_part(x, weight, group)
-        return PartialSum(matmul.few_rows_sent(x, weight, buffers), group, sent=True)
+            return PartialSum(matmul.few_rows_sent(x, weight, buffers), group, sent=True)
+        return super().linear_part(x, weight, group)
 
     def sum_add_rms_norm(
         self, part: PartialSum, residual: Tensor, scale: Tensor, eps: float

@@ -3,10 +3,10 @@
     load the weight of 16 columns -> wait for the kernel before -> load x, multiply, sum -> y
 
 A weight read from the L2 cache comes hardly faster than from memory, so prefetching it there saves
-little. Here each program has the weight of its columns in registers when the rows of x come: a warp
-holds 16 columns and 512 of K, in 128 registers a thread. The warps of a program share K, so no sum
-goes through memory. A thread loads 16 bytes at a time, in an order that makes them its operands of
-the instruction m16n8k16 (_operand). Letters: N rows | K inner width | O, i columns of a result
+little. Here each program has the weight of its columns in registers when the rows of x come. The
+warps of a program share K, so no sum goes through memory. A thread loads 16 bytes at a time, in an
+order that makes them its operands of the instruction m16n8k16 (_operand), of FP8 once converted.
+Letters: N rows | K inner width | O, i columns of a result
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,13 +15,14 @@ the instruction m16n8k16 (_operand). Letters: N rows | K inner width | O, i colu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.parallel.formats import Fp8Matrix
 from outrider.parallel.group import OneShotBuffers
 from outrider.parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
 from outrider.parallel.kernels.one_shot import send_words, word_of
@@ -29,9 +30,25 @@ from outrider.parallel.kernels.one_shot import send_words, word_of
 MAX_ROWS = 8
 MAX_WARPS = 16
 DEPTH = 512
-"""How much of K a warp holds, loaded in HELD steps. What MAX_WARPS warps cannot hold of K is read
-after the wait."""
-HELD = 4
+"""How much of K a warp holds of a bfloat16 weight, in 4 steps. What MAX_WARPS warps cannot hold of
+K is read after the wait."""
+FP8_WARPS, FP8_DEPTH = 4, 768
+"""The warps of a program with an FP8 weight, and how much of K each of them holds."""
+
+
+class Plan(NamedTuple):
+    """How the warps of a program share K: in steps of `groups` groups a warp."""
+
+    warps: int
+    registers: int
+    """Of a thread, so that three programs of 4 warps, or one of 16, fit on a processor."""
+    group: int
+    """Columns of K that 4 lanes load at once."""
+    groups: int
+    held: int
+    """How many steps of the weight are loaded before the wait."""
+    chain: int = 1
+    """Neighbouring groups that a warp takes in turn. They have one scale."""
 
 
 def fits(x: Tensor, num_rows: int) -> bool:
@@ -40,39 +57,61 @@ def fits(x: Tensor, num_rows: int) -> bool:
 
 
 def gemv(
-    x: Tensor, w: Tensor, y: Tensor, *, gated: bool, buffers: OneShotBuffers | None = None
+    x: Tensor,
+    w: Tensor | Fp8Matrix,
+    y: Tensor,
+    *,
+    gated: bool,
+    buffers: OneShotBuffers | None = None,
 ) -> None:
     """x [N, K] @ w [O, K]^T -> y [N, O], summed in float32; gated: as few_rows_swiglu, y [N, i].
 
-    All are bfloat16; x's last dim has stride 1, w and y are contiguous. A row's result depends on
-    no other row. With buffers, y is this rank's part of a sum and is also sent to the other ranks;
-    then O is even, and the next call that uses the buffers is the one_shot.sum_add_rms_norm of y,
-    with sent=True.
+    x is bfloat16, w too or an Fp8Matrix that satisfies fp8.readable. The last dims of x and y have
+    stride 1, w is contiguous. A code of FP8 is multiplied as it is, and the sum over a block of
+    columns by the block's scale, so no weight is rounded. A row's result depends on no other row.
+    With buffers, y is this rank's part of a sum and is also sent to the other ranks; then O is
+    even, and the next call that uses the buffers is the one_shot.sum_add_rms_norm of y, with
+    sent=True.
     """
     num_rows, inner = x.shape
     width = w.shape[0] // 2 if gated else w.shape[0]
-    warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(inner, DEPTH)))
-    step = DEPTH // HELD * warps
+    fp8 = isinstance(w, Fp8Matrix)
+    values, scales, block = (w.values, w.scales, w.block) if fp8 else (w, w, (0, 0))
+    assert y.shape == (num_rows, width)
+    assert values.is_contiguous()
+    assert scales.is_contiguous()
+    plan = _plan(inner, block[1])
+    step = plan.warps * plan.groups * plan.group
     _gemv_kernel[(triton.cdiv(width, 8 if gated else 16),)](
-        x, w, y, num_rows, x.stride(0), width,
+        x, values, scales, y, num_rows, x.stride(0), y.stride(0), width,
         *((buffers.addresses, buffers.sequence) if buffers else (y, y)),
-        K=inner, G=step // 32, STEPS=triton.cdiv(inner, step), HELD=HELD,
+        K=inner, G=plan.warps * plan.groups, GROUP=plan.group, CHAIN=plan.chain,
+        STEPS=triton.cdiv(inner, step * plan.chain) * plan.chain, HELD=plan.held,
+        FP8=fp8, BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
         GATED=gated, FACTOR=tl.bfloat16 if x.is_cuda else tl.float32,
         PLACES=buffers.rows if buffers else 0, WORDS=buffers.words if buffers else 0,
         RANK=buffers.rank if buffers else 0, SIZE=buffers.size if buffers else 1,
-        num_warps=warps, **_registers(x, warps), **overlapped(x),
+        num_warps=plan.warps, **({"maxnreg": plan.registers} if x.is_cuda else {}),
+        **overlapped(x),
     )  # fmt: skip
 
 
-def _registers(x: Tensor, warps: int) -> dict[str, Any]:
-    """Registers a thread, so that three programs of 4 warps, or one of 16, fit on a processor."""
-    return {"maxnreg": 128 if warps == MAX_WARPS else 168} if x.is_cuda else {}
+def _plan(inner: int, block_columns: int) -> Plan:
+    """The plan for a weight with so many columns, in blocks of so many or, with 0, bfloat16."""
+    if not block_columns:
+        warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(inner, DEPTH)))
+        return Plan(warps, 128 if warps == MAX_WARPS else 168, group=32, groups=4, held=4)
+    group = 64 if block_columns % 64 == 0 else 32
+    chain = 2 if block_columns % (2 * group) == 0 else 1
+    return Plan(FP8_WARPS, 168, group, groups=1, held=FP8_DEPTH // group, chain=chain)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemv_kernel(
-    x, w, y, num_rows, x_row, width, addresses, sequence,
-    K: tl.constexpr, G: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
+    x, w, scales, y, num_rows, x_row, y_row, width, addresses, sequence,
+    K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, CHAIN: tl.constexpr,
+    STEPS: tl.constexpr, HELD: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     GATED: tl.constexpr, FACTOR: tl.constexpr, PLACES: tl.constexpr, WORDS: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,27 +122,42 @@ def _gemv_kernel(
     held = ()
     for step in tl.static_range(STEPS):
         if step < HELD:
-            held = held + (_columns(first, second, step, K, G),)  # noqa: RUF005 (Triton)
+            held = held + (_columns(first, second, step, K, G, GROUP, CHAIN),)  # noqa: RUF005 (Triton)
     if STEPS > HELD:
-        ahead: tl.constexpr = HELD * G * 32
-        prefetch(first + ahead, (K - ahead) * 2, PDL)
-        prefetch(second + ahead, (K - ahead) * 2, PDL)
+        ahead: tl.constexpr = HELD * G * GROUP
+        piece: tl.constexpr = (K - ahead) * (w.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(first + ahead, piece, PDL)
+        prefetch(second + ahead, piece, PDL)
     wait_for_previous(PDL)
     total = tl.zeros((G, 16, 8), tl.float32)
     for step in tl.static_range(STEPS):
         if step < HELD:
             one, two = held[step]
         else:
-            one, two = _columns(first, second, step, K, G)
+            one, two = _columns(first, second, step, K, G, GROUP, CHAIN)
         pair = tl.permute(tl.join(one, two), (3, 0, 1, 2))
-        left = _operand(tl.reshape(pair, (16, G, 32)), 16, G).to(FACTOR)
-        right = _operand(_rows(x, num_rows, x_row, step, K, G), 8, G).to(FACTOR)
-        total = tl.dot(left, tl.permute(right, (0, 2, 1)), total)
+        left = _operand(tl.reshape(pair, (16, G, GROUP)), 16, G, GROUP, FP8)
+        right = _operand(_rows(x, num_rows, x_row, step, K, G, GROUP, CHAIN), 8, G, GROUP, FP8)
+        right = tl.permute(right.to(FACTOR), (0, 2, 1))
+        if FP8:
+            # By way of float16 and float32: the one instruction from float16 is four times slower.
+            left = left.to(tl.float16).to(tl.float32).to(FACTOR)
+            if step % CHAIN == 0:
+                part = tl.dot(left, right)
+            else:
+                part = tl.dot(left, right, part)
+            if step % CHAIN == CHAIN - 1:
+                total += part * _scales(
+                    scales, step // CHAIN, width, K, G, GROUP * CHAIN,
+                    BLOCK_ROWS, BLOCK_COLUMNS, GATED,
+                )  # fmt: skip
+        else:
+            total = tl.dot(left.to(FACTOR), right, total)
     pair = tl.sum(total, 0).to(y.dtype.element_ty)
     pair = tl.permute(tl.reshape(pair, (2, 8, 8)), (1, 2, 0))
     if SIZE > 1:
         _send_pairs(pair, addresses, sequence, num_rows, width, PLACES, WORDS, RANK, SIZE)
-    _write(pair, y, num_rows, width, GATED)
+    _write(pair, y, num_rows, y_row, width, GATED)
 
 
 @triton.jit
@@ -120,17 +174,20 @@ def _pairs(w, width, K: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _inner(step, G: tl.constexpr):
-    """The indices along K of a step's operands [1, G, 32], in G groups of 32."""
-    group = step * G + tl.arange(0, G)
-    return group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+def _inner(step, G: tl.constexpr, GROUP: tl.constexpr, CHAIN: tl.constexpr):
+    """The indices along K of a step's operands [1, G, GROUP]."""
+    group = (step // CHAIN * G + tl.arange(0, G)) * CHAIN + step % CHAIN
+    return group[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
 
 
 @triton.jit
-def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
-    """A step's piece of the weight of each pair of columns, twice [8, G, 32]."""
-    k = _inner(step, G)
-    if K % (G * 32) == 0:
+def _columns(
+    first, second, step,
+    K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """A step's piece of the weight of each pair of columns, twice [8, G, GROUP]."""
+    k = _inner(step, G, GROUP, CHAIN)
+    if K % (G * GROUP * CHAIN) == 0:
         return tl.load(first[:, None, None] + k), tl.load(second[:, None, None] + k)
     inside = k < K
     one = tl.load(first[:, None, None] + k, mask=inside, other=0.0)
@@ -138,24 +195,52 @@ def _columns(first, second, step, K: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, num_rows, x_row, step, K: tl.constexpr, G: tl.constexpr):
-    """A step's piece of the rows of x [8, G, 32]."""
-    k, n = _inner(step, G), tl.arange(0, 8)
+def _rows(
+    x, num_rows, x_row, step,
+    K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """A step's piece of the rows of x [8, G, GROUP]."""
+    k, n = _inner(step, G, GROUP, CHAIN), tl.arange(0, 8)
     alive = (n < num_rows)[:, None, None]
-    if K % (G * 32) != 0:
+    if K % (G * GROUP * CHAIN) != 0:
         alive = alive & (k < K)
     return tl.load(x + n[:, None, None] * x_row + k, mask=alive, other=0.0)
 
 
 @triton.jit
-def _operand(t, N: tl.constexpr, G: tl.constexpr):
-    """[N, G, 32] as loaded, 8 neighbours of 32 a lane -> [G, N, 32] as the lanes multiply them.
+def _operand(t, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr):
+    """[N, G, GROUP] as loaded, 8 or 16 neighbours a lane -> [G, N, GROUP] as the lanes multiply
+    them.
 
-    A lane's operands of two m16n8k16 are 4 of the first 16 and 4 of the second. Which k they stand
-    for does not matter to the sum, as long as weight and rows agree, so no value changes lanes.
+    Triton gives a lane 4 neighbours of two m16n8k16 or, of what was FP8, 8 neighbours of two. Which
+    k they stand for does not matter to the sum, as long as weight and rows agree, so no value
+    changes lanes.
     """
-    t = tl.reshape(tl.permute(t, (1, 0, 2)), (G, N, 4, 2, 4))
-    return tl.reshape(tl.permute(t, (0, 1, 3, 2, 4)), (G, N, 32))
+    WIDTH: tl.constexpr = 8 if FP8 else 4
+    t = tl.reshape(tl.permute(t, (1, 0, 2)), (G, N, 4, GROUP // (4 * WIDTH), WIDTH))
+    return tl.reshape(tl.permute(t, (0, 1, 3, 2, 4)), (G, N, GROUP))
+
+
+@triton.jit
+def _scales(
+    scales, step, width, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The scales of a step's groups of columns of K, [G, 1, 1] or with GATED [G, 16, 1].
+
+    Blocks have a multiple of 16 rows, so those of a program lie in one of them, or gate and up in
+    one each.
+    """
+    ACROSS: tl.constexpr = K // BLOCK_COLUMNS
+    block = (step * G + tl.arange(0, G)) * GROUP // BLOCK_COLUMNS
+    row = tl.program_id(0) * (8 if GATED else 16)
+    at, inside = scales + row // BLOCK_ROWS * ACROSS + block, block < ACROSS
+    scale = tl.load(at, mask=inside, other=0.0)[:, None, None]
+    if GATED:
+        at = scales + (row + width) // BLOCK_ROWS * ACROSS + block
+        other = tl.load(at, mask=inside, other=0.0)[:, None, None]
+        scale = tl.where(tl.arange(0, 16)[None, :, None] < 8, scale, other)
+    return scale
 
 
 @triton.jit
@@ -173,7 +258,7 @@ def _send_pairs(
 
 
 @triton.jit
-def _write(pair, y, num_rows, width, GATED: tl.constexpr):
+def _write(pair, y, num_rows, y_row, width, GATED: tl.constexpr):
     """Store pairs of columns [8, 8 rows, 2], rounded. With GATED, swiglu of them, rounded where
     swiglu rounds."""
     dtype = y.dtype.element_ty
@@ -183,9 +268,9 @@ def _write(pair, y, num_rows, width, GATED: tl.constexpr):
         factor = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
         o = (tl.program_id(0) * 8 + c)[:, None]
         mask = (o < width) & (n < num_rows)[None, :]
-        tl.store(y + n[None, :] * width + o, (up * factor).to(dtype), mask=mask)
+        tl.store(y + n[None, :] * y_row + o, (up * factor).to(dtype), mask=mask)
     else:
         both = tl.arange(0, 2)[None, None, :]
         o = tl.program_id(0) * 16 + 2 * c[:, None, None] + both
         mask = (o < width) & (n < num_rows)[None, :, None]
-        tl.store(y + n[None, :, None] * width + o, pair, mask=mask)
+        tl.store(y + n[None, :, None] * y_row + o, pair, mask=mask)

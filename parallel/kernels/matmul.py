@@ -7,7 +7,7 @@
 Products of up to 8 rows are in kernels/gemv.py. For more rows K is split over programs. Those of up
 to 32 rows load their piece of the weight before the rows are there, the others are enough programs
 to occupy the device. The last program of a tile to arrive adds up the pieces in a fixed order, so
-that a row's result depends on no other row and on no timing.
+that a row's result depends on no other row and on no timing. FP8 weights: as in kernels/gemv.py.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.parallel.formats import Fp8Matrix, StackedMatrix
 from outrider.parallel.group import OneShotBuffers
 from outrider.parallel.kernels import gemv
 from outrider.parallel.kernels.argmax import LOWEST, key_of, pair_of
@@ -50,8 +51,13 @@ HELD_DEPTH = 512
 """How much of K a program loads into shared memory before the rows are there, in 4 steps of 128."""
 HELD_ROWS = 32
 """The most rows of a product whose programs do that."""
+PROCESSORS = 132
+"""Of an H200. Products with FP8 weights are split into programs that all run at once."""
+BLOCK_DEPTH = 128
+"""The most columns of an FP8 weight that a program reads in one step."""
 SWIGLU_PIECE = 1024
 """Elements of a row that one program of swiglu takes."""
+Weight = Tensor | Fp8Matrix
 
 
 class Tiling(NamedTuple):
@@ -84,6 +90,18 @@ def rows_tiling(num_rows: int, columns: int, inner: int, bytes_each: int) -> Til
     return Tiling(64, 128, split, 4, 5)
 
 
+def blocks_tiling(
+    num_rows: int, columns: int, inner: int, block_columns: int, bytes_each: int
+) -> Tiling:
+    """As rows_tiling, for an FP8 weight in blocks of so many columns. A step lies in one block."""
+    depth = min(BLOCK_DEPTH, block_columns & -block_columns) * bytes_each
+    few = num_rows <= HELD_ROWS
+    width, programs = (64, 3 * PROCESSORS) if few else (128, 2 * PROCESSORS)
+    split = min(programs // triton.cdiv(columns, width), inner // LEAST_DEPTH)
+    warps, stages = (4, 4) if few else (8, 3)
+    return Tiling(width, depth, max(1, split), warps, stages, weight_first=True)
+
+
 def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
     """The tiling of head_keys, where an element of the weight has `bytes_each`."""
     if num_rows <= 16:
@@ -91,22 +109,32 @@ def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
     return Tiling(128, 128, 1, 4, 4) if bytes_each > 1 else Tiling(128, 256, 1, 4, 3)
 
 
-def few_rows(x: Tensor, w: Tensor, arrivals: Tensor) -> Tensor:
+def few_rows(x: Tensor, w: Weight | StackedMatrix, arrivals: Tensor) -> Tensor:
     """x [.., K] @ w [O, K]^T -> [.., O] in x's dtype, summed in float32.
 
-    At most MAX_ROWS rows; the last dim of x has stride 1, w is contiguous. arrivals: a counter,
-    int32, for each tile of columns, zero before and after; one launch at a time may use them.
+    At most MAX_ROWS rows; the last dim of x has stride 1, w or its parts are contiguous and satisfy
+    fp8.readable; FP8 is read as in gemv. arrivals: a counter, int32, for each tile of columns, zero
+    before and after; one launch at a time may use them.
     """
-    return _launch_rows(x, w, arrivals, gated=False)
+    flat, y = _flat(x, w), _result(x, w.shape[0])
+    parts = w.parts if isinstance(w, StackedMatrix) else (w,)
+    columns = y.view(flat.shape[0], w.shape[0]).split([part.shape[0] for part in parts], 1)
+    for part, own in zip(parts, columns, strict=True):
+        _launch_rows(flat, part, own, arrivals, gated=False)
+    return y
 
 
-def few_rows_swiglu(x: Tensor, w_gate_up: Tensor, arrivals: Tensor) -> Tensor:
+def few_rows_swiglu(x: Tensor, w_gate_up: Weight, arrivals: Tensor) -> Tensor:
     """few_rows with w [2i, K] = [gate; up], then swiglu -> [.., i]. Rounds where those two do."""
-    return _launch_rows(x, w_gate_up, arrivals, gated=True)
+    flat, width = _flat(x, w_gate_up), w_gate_up.shape[0] // 2
+    y = _result(x, width)
+    _launch_rows(flat, w_gate_up, y.view(flat.shape[0], width), arrivals, gated=True)
+    return y
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """As Ops.swiglu."""
+    """As Ops.swiglu; the last dim of gate_up has stride 1."""
+    assert gate_up.stride(-1) == 1
     width = gate_up.shape[-1] // 2
     x = gate_up.flatten(0, -2) if gate_up.dim() > 1 else gate_up.unsqueeze(0)
     y = torch.empty(*gate_up.shape[:-1], width, dtype=x.dtype, device=x.device)
@@ -119,16 +147,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
-def can_send(x: Tensor, w: Tensor, buffers: OneShotBuffers) -> bool:
+def can_send(x: Tensor, w: Weight, buffers: OneShotBuffers) -> bool:
     """Whether few_rows_sent takes x and w."""
     num_rows = x.numel() // x.shape[-1]
     return num_rows > 0 and gemv.fits(x, num_rows) and has_place(num_rows, w.shape[0], buffers)
 
 
-def few_rows_sent(x: Tensor, w: Tensor, buffers: OneShotBuffers) -> Tensor:
+def few_rows_sent(x: Tensor, w: Weight, buffers: OneShotBuffers) -> Tensor:
     """few_rows whose result is also sent to the other ranks (gemv.gemv)."""
-    y = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype, device=x.device)
-    gemv.gemv(_flat(x, w), w, y, gated=False, buffers=buffers)
+    flat, y = _flat(x, w), _result(x, w.shape[0])
+    gemv.gemv(flat, w, y.view(flat.shape[0], w.shape[0]), gated=False, buffers=buffers)
     return y
 
 
@@ -172,29 +200,40 @@ def head_top_pair_fp8(x: Tensor, w8: Tensor, scales: Tensor, first_id: int) -> T
     return pair_of(head_keys(x, w8, scales), first_id)
 
 
-def _flat(x: Tensor, w: Tensor) -> Tensor:
+def _flat(x: Tensor, w: Weight | StackedMatrix) -> Tensor:
     """x as [N, K]. A single row gets the stride that one of many has: no kernel uses it, but Triton
     would compile another one for another stride."""
     inner = x.shape[-1]
     flat = x.as_strided((1, inner), (inner, 1)) if x.numel() == inner else x.reshape(-1, inner)
     if flat.shape[0] > MAX_ROWS or flat.shape[1] != w.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)}: [N <= {MAX_ROWS}, K] and [O, K]")
+        shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}"
+        raise ValueError(f"{shapes}: [N <= {MAX_ROWS}, K] and [O, K]")
     assert x.stride(-1) == flat.stride(1) == 1
-    assert w.is_contiguous()
     return flat
 
 
-def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
-    flat = _flat(x, w)
-    num_rows, inner = flat.shape
-    width = w.shape[0] // 2 if gated else w.shape[0]
-    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+def _result(x: Tensor, width: int) -> Tensor:
+    return torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+
+
+def _launch_rows(x: Tensor, w: Weight, y: Tensor, arrivals: Tensor, gated: bool) -> None:
+    """x [N, K] -> y, [N, O] or [N, i], whose last dim has stride 1."""
+    num_rows, inner = x.shape
+    width = y.shape[1]
     if not y.numel():
-        return y
-    if gemv.fits(flat, num_rows):
-        gemv.gemv(flat, w, y, gated=gated)
-        return y
-    tiling = rows_tiling(num_rows, w.shape[0], inner, x.element_size())
+        return
+    if gemv.fits(x, num_rows):
+        gemv.gemv(x, w, y, gated=gated)
+        return
+    fp8 = isinstance(w, Fp8Matrix)
+    values, scales, block = (w.values, w.scales, w.block) if fp8 else (w, w, (0, 0))
+    assert values.is_contiguous()
+    assert scales.is_contiguous()
+    shape = num_rows, w.shape[0], inner
+    if fp8:
+        tiling = blocks_tiling(*shape, block[1], x.element_size())
+    else:
+        tiling = rows_tiling(*shape, x.element_size())
     tiles = triton.cdiv(width, tiling.columns // 2 if gated else tiling.columns)
     partial = y
     if tiling.split > 1:
@@ -202,19 +241,20 @@ def _launch_rows(x: Tensor, w: Tensor, arrivals: Tensor, gated: bool) -> Tensor:
         shape = (tiles, tiling.split, num_rows, tiling.columns)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
     _rows_kernel[(tiling.split, tiles)](
-        flat, w, y, partial, arrivals, num_rows, flat.stride(0), width,
+        x, values, scales, y, partial, arrivals, num_rows, x.stride(0), y.stride(0), width,
         K=inner, SPLIT=tiling.split, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
         DEPTH=tiling.depth // x.element_size(), GATED=gated, SWAP=tiling.weight_first,
-        FACTOR=_factor(x, w), HELD=tiling.held,
+        FACTOR=tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32,
+        HELD=tiling.held, FP8=fp8, BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
         num_warps=tiling.warps, num_stages=tiling.stages, **overlapped(x),
     )  # fmt: skip
-    return y
 
 
 def _launch_head(
     x: Tensor, w: Tensor, scales: Tensor | None, logits: Tensor | None, sampled: Sampled | None
 ) -> Tensor:
     flat = _flat(x, w)
+    assert w.is_contiguous()
     num_rows, inner = flat.shape
     tiling = head_tiling(num_rows, w.element_size())
     tiles = triton.cdiv(w.shape[0], tiling.columns)
@@ -253,10 +293,11 @@ def _padded(num_rows: int) -> int:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
-    x, w, y, partial, arrivals, num_rows, x_row, width,
+    x, w, scales, y, partial, arrivals, num_rows, x_row, y_row, width,
     K: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, FACTOR: tl.constexpr,
-    HELD: tl.constexpr, PDL: tl.constexpr,
+    HELD: tl.constexpr, FP8: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one part of K for one tile of columns. With GATED, the gate and the up column of
     each column of the result are neighbours in the tile."""
@@ -279,12 +320,18 @@ def _rows_kernel(
             piece = STEPS * DEPTH * (w.dtype.element_ty.primitive_bitwidth // 8)
             prefetch(w + o.to(tl.int64) * K + first, piece, PDL)
         wait_for_previous(PDL)
-        total = _product(
-            x, w, num_rows, x_row, n, o, first,
-            K, STEPS, EVEN, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
-        )  # fmt: skip
+        if FP8:
+            total = _blocks_product(
+                x, w, scales, num_rows, x_row, n, o, first,
+                K, STEPS, EVEN, ROWS, COLUMNS, DEPTH, FACTOR, BLOCK_ROWS, BLOCK_COLUMNS,
+            )  # fmt: skip
+        else:
+            total = _product(
+                x, w, num_rows, x_row, n, o, first,
+                K, STEPS, EVEN, ROWS, COLUMNS, DEPTH, SWAP, FACTOR,
+            )  # fmt: skip
     if SPLIT == 1:
-        _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
+        _write(total, y, num_rows, y_row, n, tile, width, ROWS, COLUMNS, GATED)
     else:
         part = num_rows * COLUMNS
         at = partial + tile * SPLIT * part + n[:, None] * COLUMNS + c[None, :]
@@ -297,7 +344,7 @@ def _rows_kernel(
             for s in tl.static_range(SPLIT):
                 # .cg: other processors wrote it, so this one's L1 cache may be out of date
                 total += tl.load(at + s * part, mask=inside, other=0.0, cache_modifier=".cg")
-            _write(total, y, num_rows, n, tile, width, ROWS, COLUMNS, GATED)
+            _write(total, y, num_rows, y_row, n, tile, width, ROWS, COLUMNS, GATED)
 
 
 @triton.jit
@@ -352,8 +399,41 @@ def _product(
 
 
 @triton.jit
+def _blocks_product(
+    x, w, scales, num_rows, x_row, n, o, first,
+    K: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FACTOR: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As _product, of FP8: each step, which lies in one block of columns, times its scale."""
+    k = first + tl.arange(0, DEPTH)
+    w_at = w + o.to(tl.int64)[:, None] * K + k[None, :]
+    x_at = x + n[None, :] * x_row + k[:, None]
+    alive = (n < num_rows)[None, :]
+    scale_at = scales + o // BLOCK_ROWS * (K // BLOCK_COLUMNS)
+    scale = tl.load(scale_at + tl.minimum(first, K - 1) // BLOCK_COLUMNS)
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for step in range(STEPS):
+        if EVEN:
+            codes = tl.load(w_at)
+            rows = tl.load(x_at, mask=alive, other=0.0)
+        else:
+            inside = k < K - step * DEPTH
+            codes = tl.load(w_at, mask=inside[None, :], other=0.0)
+            rows = tl.load(x_at, mask=alive & inside[:, None], other=0.0)
+        after = tl.minimum(first + (step + 1) * DEPTH, K - 1)
+        next_scale = tl.load(scale_at + after // BLOCK_COLUMNS)
+        codes = codes.to(tl.float16).to(tl.float32).to(FACTOR)  # as in gemv
+        total += tl.dot(codes, rows.to(FACTOR), input_precision="ieee") * scale[:, None]
+        scale = next_scale
+        x_at += DEPTH
+        w_at += DEPTH
+    return total.T
+
+
+@triton.jit
 def _write(
-    total, y, num_rows, n, tile, width,
+    total, y, num_rows, y_row, n, tile, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Store a finished tile, rounded. With GATED, swiglu of it, rounded where swiglu rounds."""
@@ -363,11 +443,11 @@ def _write(
         gate, up = tl.split(tl.reshape(rounded.to(tl.float32), (ROWS, COLUMNS // 2, 2)))
         factor = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
         o = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-        to = y + n[:, None] * width + o[None, :]
+        to = y + n[:, None] * y_row + o[None, :]
         tl.store(to, (up * factor).to(dtype), mask=(n < num_rows)[:, None] & (o < width)[None, :])
     else:
         o = tile * COLUMNS + tl.arange(0, COLUMNS)
-        to = y + n[:, None] * width + o[None, :]
+        to = y + n[:, None] * y_row + o[None, :]
         tl.store(to, rounded, mask=(n < num_rows)[:, None] & (o < width)[None, :])
 
 

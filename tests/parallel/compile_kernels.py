@@ -1,6 +1,7 @@
-"""Compiles every kernel for capability 9.0 as the 2B model launches it, with no GPU at hand.
+"""Compiles every kernel for capability 9.0 as models launch it, with no GPU at hand.
 
-    python -m tests.parallel.compile_kernels -> JSON: names of the kernels compiled, and of all
+    python -m tests.parallel.compile_kernels -> JSON: names of the kernels compiled, and of all,
+                                                and what each FP8 launch of gemv uses
 
 Triton's interpreter shows what a kernel computes, not that it compiles. Here the launchers get CPU
 tensors whose is_cuda is True, and a launch ends once the kernel is compiled.
@@ -9,6 +10,9 @@ tensors whose is_cuda is True, and a launch ends once the kernel is compiled.
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -18,7 +22,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from outrider.parallel.formats import Fp8Matrix, Int4Matrix
+from outrider.parallel.formats import Fp8Matrix, Int4Matrix, StackedMatrix
 from outrider.parallel.group import OneShotBuffers, TwoShotBuffers
 from outrider.parallel.kernels import (
     argmax,
@@ -38,6 +42,7 @@ from outrider.parallel.kernels import (
     slots,
     two_shot,
 )
+from outrider.parallel.kernels import fp8 as fp8_kernels
 from outrider.parallel.operands import (
     ExpertLayer,
     GdnLayer,
@@ -50,6 +55,9 @@ from outrider.parallel.ops import Ops
 
 H, D, PAGE, PAGES, X = 2048, 256, 64, 48, 6
 COMPILED: dict[str, object] = {}
+HELD: list[dict[str, int]] = []
+"""Of each launch of gemv with FP8, which is to hold its weight in registers: bytes of stack, where
+registers are spilled; bytes of shared memory a warp; and shuffles between lanes that are no sum."""
 
 
 def bf16(*shape: int) -> Tensor:
@@ -190,7 +198,38 @@ def sampled(batch: int, num_rows: int) -> None:
 
 def fp8(*shape: int) -> Fp8Matrix:
     scales = torch.zeros(*shape[:-2], shape[-2] // 128, shape[-1] // 128)
-    return Fp8Matrix(bf16(*shape).to(torch.float8_e4m3fn), scales)
+    return Fp8Matrix(torch.empty(shape, dtype=torch.float8_e4m3fn), scales)
+
+
+def fp8_products(arrivals: Tensor) -> None:
+    """The 27B model on one of two ranks: in-projections, o_proj, gate and up, down."""
+    sequence = torch.zeros(8, dtype=torch.int32)
+    buffers = OneShotBuffers(ints(2, 2, 8, 2560), ints(2), sequence, 0, 2)
+    delta_net = StackedMatrix((fp8(8192, 5120), bf16(48, 5120)))
+    for n in (6, 16, 48):
+        matmul.few_rows(bf16(n, 5120), delta_net, arrivals)
+        matmul.few_rows_swiglu(bf16(n, 5120), fp8(17408, 5120), arrivals)
+        for inner in (3072, 8704):
+            x, w = bf16(n, inner), fp8(5120, inner)
+            if matmul.can_send(x, w, buffers):
+                matmul.few_rows_sent(x, w, buffers)
+            else:
+                matmul.few_rows(x, w, arrivals)
+    fp8_kernels.plain(delta_net, torch.bfloat16)
+
+
+def usage(compiled) -> dict[str, int]:
+    """An entry of HELD."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    return {
+        "stack": max(int(size) for size in re.findall(r"STACK:(\d+)", text)),
+        "shared": compiled.metadata.shared // compiled.metadata.num_warps,
+        "shuffles": len(re.findall(r"SHFL\.IDX", text)),
+    }
 
 
 def int4(*shape: int) -> Int4Matrix:
@@ -214,6 +253,7 @@ def mixtures(arrivals: Tensor) -> None:
 def everything() -> None:
     arrivals = torch.zeros(1 << 14, dtype=torch.int32)
     products(arrivals)
+    fp8_products(arrivals)
     mixtures(arrivals)
     for batch in (1, 32):
         passes(batch, X)
@@ -232,6 +272,7 @@ def kernels() -> Iterator[str]:
         attention,
         expert_routing,
         experts,
+        fp8_kernels,
         gdn_prefill,
         gdn_verify,
         gemv,
@@ -262,13 +303,16 @@ def main() -> None:
     def compile_only(self, *args, grid, warmup, **options):
         compiled = run(self, *args, grid=grid, warmup=True, **options)
         COMPILED[f"{self.fn.__module__}.{self.fn.__name__}"] = compiled
+        if self is gemv._gemv_kernel and options["FP8"]:
+            HELD.append(usage(compiled))
         return compiled
 
     JITFunction.run = compile_only
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     launch._has_dependent_launch = lambda device: True  # type: ignore[assignment]
     everything()
-    print(json.dumps({"compiled": sorted(COMPILED), "all": sorted(kernels())}))
+    report = {"compiled": sorted(COMPILED), "all": sorted(kernels()), "held": HELD}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
