@@ -23,7 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.parallel.experts import Mlp
-from outrider.parallel.formats import INT4_ZERO, Fp8Matrix, Int4Matrix, Matrix, dequantised
+from outrider.parallel.formats import (
+    INT4_ZERO,
+    Fp8Matrix,
+    Int4Matrix,
+    Matrix,
+    StackedMatrix,
+    UniformMatrix,
+    dequantised,
+)
 from outrider.parallel.kernels.expert_routing import Routing, most_blocks, route
 from outrider.parallel.kernels.launch import (
     after_previous,
@@ -105,11 +113,10 @@ def experts(x: Tensor, layer: ExpertLayer, arrivals: Tensor, mlp: Mlp) -> Tensor
     if not num_rows:
         return out
     rows = block_rows(num_rows, layer.top_k, layer.router.shape[0])
-    gate_up, down = (_stored(m, x.dtype) for m in (layer.gate_up, layer.down))
-    shared_gate_up, shared_down = (
-        _stored(m, x.dtype) for m in (layer.shared_gate_up, layer.shared_down)
-    )
-    alike = _alike(gate_up, shared_gate_up) and _alike(down, shared_down)
+    gate_up, down = _stored(layer.gate_up, x.dtype), _stored(layer.down, x.dtype)
+    alike = _alike(layer.gate_up, layer.shared_gate_up) and _alike(layer.down, layer.shared_down)
+    shared_gate_up = _stored(layer.shared_gate_up, x.dtype) if alike else None
+    shared_down = _stored(layer.shared_down, x.dtype) if alike else None
     routing = route(x, layer, rows, arrivals)
     pairs = num_rows * layer.top_k
     made = pairs + num_rows if alike else pairs
@@ -117,9 +124,8 @@ def experts(x: Tensor, layer: ExpertLayer, arrivals: Tensor, mlp: Mlp) -> Tensor
     h = torch.empty(made, width, dtype=x.dtype, device=x.device)
     y = torch.empty(made, hidden, dtype=x.dtype, device=x.device)
     how = {"routing": routing, "num_rows": num_rows, "top_k": layer.top_k, "rows": rows}
-    shared = (shared_gate_up, shared_down) if alike else (None, None)
-    _launch_product(x, gate_up, shared[0], h, following=down, **how)
-    _launch_product(h, down, shared[1], y, following=None, **how)
+    _launch_product(x, gate_up, shared_gate_up, h, following=down, **how)
+    _launch_product(h, down, shared_down, y, following=None, **how)
     if alike:
         shared_y = y[pairs:]
     else:
@@ -150,12 +156,13 @@ def _stored(matrix: Matrix, dtype: torch.dtype) -> Stored:
     return stored
 
 
-def _alike(routed: Stored, shared: Stored) -> bool:
-    return (
-        routed.values.shape[1:] == shared.values.shape
-        and routed.values.dtype == shared.values.dtype
-        and routed.block == shared.block
-    )
+def _alike(routed: UniformMatrix, shared: Matrix) -> bool:
+    """Whether one launch takes both: they have one shape, in one format with the same blocks."""
+    if routed.shape[1:] != shared.shape:
+        return False
+    if isinstance(routed, Tensor) or isinstance(shared, Tensor | StackedMatrix):
+        return isinstance(routed, Tensor) and isinstance(shared, Tensor)
+    return type(routed) is type(shared) and routed.scales.shape[1:] == shared.scales.shape
 
 
 def _power_of_two_in(number: int) -> int:

@@ -13,7 +13,14 @@ pytest.importorskip("triton")
 
 from outrider.parallel import experts as definition
 from outrider.parallel.backends.cuda import MAX_ARRIVALS, CudaOps
-from outrider.parallel.formats import Fp8Matrix, Int4Matrix, Matrix, dequantised
+from outrider.parallel.formats import (
+    Fp8Matrix,
+    Int4Matrix,
+    Matrix,
+    StackedMatrix,
+    dequantised,
+    row_range,
+)
 from outrider.parallel.kernels import expert_routing, experts
 from outrider.parallel.operands import ExpertLayer
 from outrider.parallel.ops import Ops
@@ -106,8 +113,7 @@ def test_a_long_row(num_rows, hidden) -> None:
     close(run(x, layer), OPS.experts(x, layer), float32=2e-5)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("num_rows", [6, 40])
+@pytest.mark.parametrize(("num_rows", "size"), [(6, 2), (6, 3), (20, 2)])
 def test_the_ranks_parts_add_up(num_rows, size) -> None:
     """Columns of all experts on each rank, or whole experts; the shared one is cut either way."""
     layer, x = mixture(num=12, i=24, s=12), rand(num_rows, 80)
@@ -159,13 +165,13 @@ def fp8(matrix: Matrix, block: tuple[int, int]) -> Fp8Matrix:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [5, 70])
+@pytest.mark.parametrize("num_rows", [5, 40])
 @pytest.mark.parametrize(
     "blocks", [((16, 32), (32, 16)), ((48, 48), (48, 24)), ((8, 96), (96, 48))]
 )
 def test_fp8(dtype, num_rows, blocks) -> None:
     """Blocks that a step reads at once, in parts, or not at all since they are narrow."""
-    plain, x = mixture(hidden=96, i=48, s=48, dtype=dtype), rand(num_rows, 96, dtype=dtype)
+    plain, x = mixture(num=5, hidden=96, i=48, s=48, dtype=dtype), rand(num_rows, 96, dtype=dtype)
     up, down = blocks
     layer = replace(
         plain, gate_up=fp8(plain.gate_up, up), down=fp8(plain.down, down),
@@ -176,19 +182,21 @@ def test_fp8(dtype, num_rows, blocks) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_shared_expert_in_another_format(dtype) -> None:
-    plain, x = mixture(hidden=96, i=48, s=48, dtype=dtype), rand(6, 96, dtype=dtype)
-    layer = replace(plain, gate_up=fp8(plain.gate_up, (16, 32)), down=fp8(plain.down, (32, 16)))
-    close(run(x, layer), OPS.experts(x, layer))
-    layer = replace(
-        plain, shared_gate_up=fp8(plain.shared_gate_up, (96, 96)),
-        shared_down=fp8(plain.shared_down, (96, 48)),
-    )  # fmt: skip
-    close(run(x, layer), OPS.experts(x, layer))
+    """Plain beside codes, codes beside plain numbers, and gate and up each in its own."""
+    plain, x = mixture(num=5, hidden=96, i=48, s=48, dtype=dtype), rand(6, 96, dtype=dtype)
+    coded = replace(plain, gate_up=fp8(plain.gate_up, (16, 32)), down=fp8(plain.down, (32, 16)))
+    shared = fp8(plain.shared_gate_up, (48, 96))
+    parts = (row_range(plain.shared_gate_up, 0, 48), row_range(shared, 48, 96))
+    for layer in (
+        coded,
+        replace(plain, shared_gate_up=shared, shared_down=fp8(plain.shared_down, (96, 48))),
+        replace(plain, shared_gate_up=StackedMatrix((parts[0], parts[1]))),
+    ):
+        close(run(x, layer), OPS.experts(x, layer))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [6, 70])
-@pytest.mark.parametrize("group", [16, 24])
+@pytest.mark.parametrize(("num_rows", "group"), [(6, 16), (6, 24), (40, 16)])
 def test_int4(dtype, num_rows, group) -> None:
     """Codes and scales of their own everywhere; groups of 24 are too narrow for a step."""
 
@@ -198,10 +206,10 @@ def test_int4(dtype, num_rows, group) -> None:
         scales = rand(*shape[:-1], shape[-1] // group, seed=seed).sigmoid() * 0.04
         return Int4Matrix(codes.to(torch.uint8), scales)
 
-    plain, x = mixture(i=48, s=48, dtype=dtype), rand(num_rows, 80, dtype=dtype)
+    plain, x = mixture(num=5, i=48, s=48, dtype=dtype), rand(num_rows, 80, dtype=dtype)
     layer = replace(
-        plain, gate_up=matrix(11, 96, 80, group=16, seed=2),
-        down=matrix(11, 80, 48, group=group, seed=3),
+        plain, gate_up=matrix(5, 96, 80, group=16, seed=2),
+        down=matrix(5, 80, 48, group=group, seed=3),
     )  # fmt: skip
     close(run(x, layer), OPS.experts(x, layer))
     layer = replace(
@@ -242,8 +250,7 @@ def test_scores_that_are_no_numbers() -> None:
     close(got[others], OPS.experts(x[others], layer))
 
 
-@pytest.mark.parametrize("num_rows", [8, 17, 130])
-@pytest.mark.parametrize("block_rows", [8, 16])
+@pytest.mark.parametrize(("num_rows", "block_rows"), [(8, 8), (17, 8), (17, 16), (130, 16)])
 def test_members_and_blocks(num_rows, block_rows) -> None:
     """Expert 3 has all rows, expert 5 none; of the experts only those from 2 to 8 are here."""
     layer, x = mixture(top_k=4), rand(num_rows, 80)
@@ -266,7 +273,6 @@ def test_members_and_blocks(num_rows, block_rows) -> None:
         assert sorted(members.get(local, [])) == want
     assert len(members[1]) == num_rows
     assert 3 not in members
-    assert torch.equal(run(x, layer).cpu().isnan(), torch.zeros(num_rows, 80, dtype=torch.bool))
     close(run(x, layer), OPS.experts(x, layer))
 
 
@@ -290,6 +296,4 @@ def test_a_row_is_the_same_beside_any_others(dtype) -> None:
     first = run(x, layer)
     assert torch.equal(first, run(x, layer))
     assert torch.equal(first[3], run(other, layer)[3])
-    if DEVICE == "cuda":  # NumPy's products have other bits in another number of rows
-        more = torch.cat((other, x, other))
-        assert torch.equal(first, run(more, layer)[8:16])
+    assert torch.equal(first.flip(0), run(x.flip(0), layer))
