@@ -308,6 +308,8 @@ def _product(
             right = tl.load(x_at, mask=alive[None, :] & inside[:, None], other=0.0)
         if PACKED == 2:
             left = tl.reshape(tl.join(left & 15, left >> 4), (COLUMNS, DEPTH)).to(tl.int8) - ZERO
+        elif BLOCK_K:  # as in gemv: one instruction from float16 to bfloat16 is four times slower
+            left = left.to(tl.float16).to(tl.float32)
         left, right = left.to(FACTOR), right.to(FACTOR)
         if BLOCK_K:
             scale = tl.sum(tl.where((b == step * DEPTH // BLOCK_K)[None, :], held, 0.0), 1)
