@@ -41,8 +41,8 @@ from outrider.model.text import Tokenizer
 SOME_REFUSED = 3
 REPORT_S = 5.0
 """Seconds between two lines on the progress of the file."""
-SERVER_ONLY = {"stream", "stream_options", "n", "echo"}
-"""Fields of a body that mean nothing for a line of a file."""
+SERVER_ONLY = {"stream": False, "n": 1, "echo": False}
+"""Fields of a body that mean nothing for a line of a file, with the values that ask for nothing."""
 RECORD_START = '{"id": "'
 """How every line of our output begins: what a killed run left of its last line begins so too."""
 
@@ -95,9 +95,9 @@ class JobRunner:
 
     def _read(self, line: InputLine) -> tuple[Settings, list[int]]:
         """The line's settings and the token ids of its prompt."""
-        foreign = sorted(SERVER_ONLY & line.fields.keys())
-        if foreign:
-            raise ApiError(400, f"{foreign[0]}: not for a line of a file")
+        for name, neutral in SERVER_ONLY.items():
+            if line.fields.get(name) not in (None, neutral):
+                raise ApiError(400, f"{name}: not for a line of a file")
         data = json.dumps(line.fields).encode()
         if "messages" in line.fields:
             chat = parse(ChatBody, data)

@@ -145,6 +145,9 @@ class ServeSpec:
     generation_defaults: Literal["model", "neutral"] = "model"
     """What a request leaves open, through a server, a job or an Engine: "model": as the model's
     generation_config.json says; "neutral": temperature 1, through an Engine 0, and no filters."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of a request with fields that the server does not know: it is refused by their
+    names, or answered without them."""
     slots: Count | None = None
     """Requests that decode together when serving; null: limits.max_slots."""
     num_replicas: Count = 1

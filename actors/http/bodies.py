@@ -1,24 +1,26 @@
 """What the body of a request may say, in OpenAI's form and with our own fields.
 
     bytes -> parse -> CompletionBody or ChatBody -> samplings, prompts, conversation
-A field that is not here is refused by name, never ignored. Beyond OpenAI's: top_k, min_p,
-repetition_penalty, min_tokens, ignore_eos, stop_token_ids, return_token_ids, chat_template_kwargs,
-speculation. Nothing here waits, and nothing knows of sockets or tokenizers.
+null means that a field is absent. What changes no text (fields.py) is taken out first; a field that
+is not known is refused by name, unless serve.unknown_fields says otherwise. Nothing here waits, and
+nothing knows of sockets or tokenizers.
 """
 
 from __future__ import annotations
 
+import codecs
 import difflib
-import itertools
+import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
+from outrider.actors.http.fields import changes_nothing, neutral_values
 from outrider.model.step import MAX_DRAFT_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 16, 256, 64
@@ -39,8 +41,12 @@ SAME_IN_SAMPLING = {
     *("repetition_penalty", "ignore_eos"),
 }
 """Fields that go into Sampling as they are."""
+INSTRUCTING = ("system", "developer")
+"""Roles of messages that are no turn of the conversation."""
 MAX_NAME_CHARS = 64
 """Longest field name that an error repeats in full."""
+MAX_NAMED_FIELDS = 20
+"""Most fields that one error names."""
 
 
 BodyT = TypeVar("BodyT", bound="Settings")
@@ -76,6 +82,8 @@ class BodyLimits:
     """Answers of one request, prompts x n (serve.max_choices)."""
     max_prompt_tokens: int
     """Of one prompt (limits.max_model_len - 1)."""
+    ignore_unknown: bool = False
+    """Whether fields that are not known are dropped (serve.unknown_fields)."""
 
     def check_choices(self, num_prompts: int, n: int) -> None:
         count = num_prompts * n
@@ -95,6 +103,10 @@ class BodyLimits:
 
 def _rule(text: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{text}", {"text": text})
+
+
+def _unsupported(text: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported", "{text}", {"text": text})
 
 
 def _prompts(value: Any) -> Any:
@@ -128,16 +140,18 @@ def _stop(value: Any) -> Any:
     return texts
 
 
-def _content(value: Any) -> str:
-    """The text of a message; several parts are joined."""
+def _parts(value: Any) -> Any:
+    """The content of a message as a list of parts; a text is one of them."""
     if isinstance(value, str):
-        return value
-    parts: list[Any] = value if isinstance(value, list) else [None]
-    for part in parts:
-        keys = part.keys() if isinstance(part, dict) else ()
-        if keys != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
-            raise _rule('must be a text, or a list of parts {"type": "text", "text": "..."}')
-    return "".join(part["text"] for part in parts)
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
+        raise _rule('must be a text, or a list of parts {"type": "text", "text": "..."}')
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """5.0 as 5: JSON has one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _bias(value: dict[str, float]) -> dict[int, float]:
@@ -148,6 +162,7 @@ def _bias(value: dict[str, float]) -> dict[int, float]:
 
 
 def _template_values(value: dict[str, Any]) -> dict[str, Any]:
+    value = {name: one for name, one in value.items() if one is not None}
     if not set(map(type, value.values())) <= {bool, int, float, str}:
         raise _rule("each value must be a text, a number, true or false")
     if taken := {"messages", "add_generation_prompt"} & value.keys():
@@ -155,8 +170,9 @@ def _template_values(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
-TokenCount = Annotated[int, Field(ge=1, le=MAX_ID)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+TokenId = Annotated[Whole, Field(ge=0, le=MAX_ID)]
+TokenCount = Annotated[Whole, Field(ge=1, le=MAX_ID)]
 Bias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS),
@@ -170,13 +186,37 @@ class Body(pydantic.BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, given: Any) -> Any:
+        """Take out what changes nothing."""
+        if not isinstance(given, dict):
+            return given
+        owner, known = cls.table_name(), cls.model_fields
+        return cls.complete({
+            name: value
+            for name, value in given.items()
+            if value is not None and (name in known or not changes_nothing(owner, name, value))
+        })  # fmt: skip
+
+    @classmethod
+    def table_name(cls) -> str:
+        """Under which name fields.py lists what this class is sent beside its own fields."""
+        return cls.__name__
+
+    @classmethod
+    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The fields, with what follows from them put in."""
+        return given
+
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Speculation(Body):
-    draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
+    draft_tokens: Annotated[Whole, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
 class Settings(Body):
@@ -184,25 +224,30 @@ class Settings(Body):
 
     model: str | None = None
     max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_ID)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    seed: Annotated[Whole, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    n: Annotated[Whole, Field(ge=1, le=1 << 16)] = 1
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    min_tokens: Annotated[Whole, Field(ge=0, le=MAX_ID)] = 0
     ignore_eos: bool = False
     return_token_ids: bool = False
-    user: Annotated[str, Field(max_length=256)] | None = None
+    user: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculation: Speculation = Speculation()
+
+    @classmethod
+    def table_name(cls) -> str:
+        return "Settings"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -212,7 +257,8 @@ class Settings(Body):
     @property
     def max_answer_tokens(self) -> int | None:
         """Tokens of an answer at most, as the client asked; None: as many as the context holds."""
-        return self.max_tokens
+        asked = self.max_completion_tokens
+        return self.max_tokens if asked is None else asked
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -241,8 +287,10 @@ class Settings(Body):
 
     def check(self, limits: BodyLimits | None) -> None:
         """ApiError for fields that are right alone and not together, or that exceed the limits."""
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options: only with stream", param="stream_options")
+        both = {self.max_tokens, self.max_completion_tokens}
+        if None not in both and len(both) == 2:
+            why = "max_tokens and max_completion_tokens differ: give one"
+            raise ApiError(400, why, param="max_tokens")
         most = self.max_answer_tokens
         if most is not None and self.min_tokens > most:
             why = f"min_tokens = {self.min_tokens}: more than max_tokens = {most}"
@@ -253,7 +301,7 @@ class CompletionBody(Settings):
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
     """A list of prompts, whatever the form it came in: texts, or lists of token ids."""
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -261,7 +309,8 @@ class CompletionBody(Settings):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        return self.max_tokens or COMPLETION_TOKENS
+        asked = super().max_answer_tokens
+        return COMPLETION_TOKENS if asked is None else asked
 
     def check(self, limits: BodyLimits | None) -> None:
         super().check(limits)
@@ -274,76 +323,165 @@ class CompletionBody(Settings):
             )
 
 
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of parts that hold a text."""
+
+
+class Part(Body):
+    """A part of a message."""
+
+    type: str
+    text: str
+
+    @classmethod
+    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+        kind = given.get("type")
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            shown = reprlib.repr(kind)
+            raise _unsupported(f"a part of type {shown}: not supported; this server reads text")
+        if kind == "refusal" and "refusal" in given:
+            given["text"] = given.pop("refusal")
+        return given
+
+
 class Message(Body):
+    """One turn of a conversation. It may be an answer of ours or of another server, sent again."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[list[Part], BeforeValidator(_parts)]
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
+    refusal: str | None = None
+    """What an answer says instead of its content."""
+
+    @classmethod
+    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if given.get("role") == "assistant":  # an empty answer has no content
+            given.setdefault("content", given.get("refusal", ""))
+        return given
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, str]:
+        """What a chat template gets of this message."""
+        told = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        given = {name: value for name, value in told.items() if value is not None}
+        return {"role": self.role, "content": self.text, **given}
 
 
 class ChatBody(Settings):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: TemplateValues | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def max_answer_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
     def conversation(self) -> list[dict[str, str]]:
         """What the chat template gets. `developer` is another name of `system`.
 
-        The leading system messages become one: templates refuse a second.
+        All system messages become one at the beginning: templates refuse any other.
         """
-        said = [
-            ("system" if message.role == "developer" else message.role, message.content)
-            for message in self.messages
-        ]
-        leading = list(itertools.takewhile(lambda one: one[0] == "system", said))
-        if leading:
-            said[: len(leading)] = [("system", "\n\n".join(content for _, content in leading))]
-        return [{"role": role, "content": content} for role, content in said]
+        instructions = [m.text for m in self.messages if m.role in INSTRUCTING]
+        said = [m.for_template() for m in self.messages if m.role not in INSTRUCTING]
+        if instructions:
+            said.insert(0, {"role": "system", "content": "\n\n".join(instructions)})
+        return said
 
     def check(self, limits: BodyLimits | None) -> None:
         super().check(limits)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs")
-        if None not in (both := {self.max_tokens, self.max_completion_tokens}) and len(both) == 2:
-            why = "max_tokens and max_completion_tokens differ: give one"
-            raise ApiError(400, why, param="max_tokens")
         if limits is not None:
             limits.check_choices(1, self.n)
 
 
 def parse(kind: type[BodyT], data: bytes, limits: BodyLimits | None = None) -> BodyT:
-    """The body, or an ApiError 400 that names the first field that is wrong and its rule."""
+    """The body, or an ApiError 400.
+
+    The error names all fields that are not supported, or else the first that is wrong and its rule.
+    """
     try:
-        body = kind.model_validate_json(data)
+        given = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+    except ValueError as problem:
+        raise ApiError(400, f"the body: Invalid JSON: {problem}") from None
+    try:
+        body = kind.model_validate(given)
     except pydantic.ValidationError as problem:
-        raise _refusal(kind, problem.errors(include_url=False)[0]) from None
+        problems = problem.errors(include_url=False)
+        unknown = [one for one in problems if _is_unknown(one)]
+        if limits is None or not limits.ignore_unknown or not unknown:
+            raise _refusal(kind, problems) from None
+        body = _without(kind, given, unknown)
     body.check(limits)
     return body
 
 
-def _refusal(kind: type[Body], problem: Any) -> ApiError:
-    """problem: pydantic's description of what is wrong; its `loc` holds names and indices."""
-    name = ".".join(_shortened(str(part)) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        known = kind.model_fields if len(problem["loc"]) == 1 else ()
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        why = f"{name or repr(name)}: not supported by this server{hint}"
-        return ApiError(400, why, param=name, code="unsupported")
+def _is_unknown(problem: ErrorDetails) -> bool:
+    """Whether it is a field that nobody here has heard of."""
+    return problem["type"] == "extra_forbidden" and not neutral_values(str(problem["loc"][-1]))
+
+
+def _without(kind: type[BodyT], given: Any, unknown: Sequence[ErrorDetails]) -> BodyT:
+    """The body without its unknown fields; ApiError where something else is wrong."""
+    for problem in unknown:
+        *path, name = problem["loc"]
+        holder = given
+        for step in path:
+            holder = holder[step]
+        del holder[name]
+    try:
+        return kind.model_validate(given)
+    except pydantic.ValidationError as problem:
+        raise _refusal(kind, problem.errors(include_url=False)) from None
+
+
+def _refusal(kind: type[Body], problems: Sequence[ErrorDetails]) -> ApiError:
+    """problems: pydantic's description of what is wrong; its `loc` holds names and indices."""
+    foreign = [one for one in problems if one["type"] in ("extra_forbidden", "unsupported")]
+    if foreign:
+        why = "; ".join(_why_unsupported(kind, one) for one in foreign[:MAX_NAMED_FIELDS])
+        more = len(foreign) - MAX_NAMED_FIELDS
+        why += f"; and {more} more" if more > 0 else ""
+        return ApiError(400, why, param=_name_of(foreign[0]), code="unsupported")
+    problem = problems[0]
+    name = _name_of(problem)
     if not problem["loc"]:
         return ApiError(400, f"the body: {problem['msg']}")
     if problem["type"] in ("rule", "missing"):
         return ApiError(400, f"{name}: {problem['msg']}", param=name)
     value = reprlib.repr(problem["input"])
     return ApiError(400, f"{name} = {value}: {problem['msg']}", param=name)
+
+
+def _why_unsupported(kind: type[Body], problem: ErrorDetails) -> str:
+    name = _name_of(problem)
+    if problem["type"] == "unsupported":
+        return f"{name}: {problem['msg']}"
+    if neutral := neutral_values(str(problem["loc"][-1])):
+        allowed = " or ".join(json.dumps(value) for value in neutral)
+        value = reprlib.repr(problem["input"])
+        return f"{name} = {value}: not supported by this server; only {allowed} is accepted"
+    known = kind.model_fields if len(problem["loc"]) == 1 else ()
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{name or repr(name)}: not supported by this server{hint}"
+
+
+def _name_of(problem: ErrorDetails) -> str:
+    """The field that a problem is about; names of nested ones are joined by dots."""
+    return ".".join(_shortened(str(part)) for part in problem["loc"])
 
 
 def _shortened(name: str) -> str:

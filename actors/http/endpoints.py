@@ -80,7 +80,9 @@ class Endpoints:
         self._mean_request_s = 1.0
         """Moving average, for Retry-After."""
         limits = BodyLimits(
-            max_choices=serve.max_choices, max_prompt_tokens=driver.limits.max_model_len - 1
+            max_choices=serve.max_choices,
+            max_prompt_tokens=driver.limits.max_model_len - 1,
+            ignore_unknown=serve.unknown_fields == "ignore",
         )
         self._bodies = BodyReader(limits)
         self._prompts = PromptEncoder(tokenizer, limits)
@@ -288,7 +290,7 @@ class Endpoints:
             self.metrics.finished(one.stats(), total_s, len(one.prompt), len(one.emitted))
         if http_request.user is not None:
             choices = len(http_request.requests)
-            log.info("answered user %r: choices: %d", http_request.user, choices)
+            log.info("answered user %.256r: choices: %d", http_request.user, choices)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):

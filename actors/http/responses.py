@@ -32,6 +32,8 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: dict[int, int] = field(default_factory=dict)
     """By choice: characters of its answer so far, for text_offset; set by its first event."""
+    _num_tokens: dict[int, int] = field(default_factory=dict)
+    """By choice: tokens of its answer so far."""
 
     def __post_init__(self) -> None:
         self.chat = isinstance(self.body, ChatBody)
@@ -39,6 +41,10 @@ class ResponseWriter:
         options = self.body.stream_options
         self.with_usage = options is not None and options.include_usage
         """A stream ends with an event of the usage alone, and every other says `usage: null`."""
+        self.with_running_usage = options is not None and (
+            options.include_usage and options.continuous_usage_stats
+        )
+        """Every other says how many tokens its choice has so far instead."""
 
     def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> bytes:
         """The JSON of an answer that is no stream."""
@@ -72,10 +78,21 @@ class ResponseWriter:
             if finish:
                 choices.append({"delta": {}} | silent | {"finish_reason": finish})
         extra = {"usage": None} if self.with_usage else {}
+        if self.with_running_usage:
+            extra = {"usage": self._running_usage(index, len(prompt_ids), len(chunk.token_ids))}
         return [
             self._object("chat.completion.chunk", [{"index": index, **choice}]) | extra
             for choice in choices
         ]
+
+    def _running_usage(self, index: int, num_prompt: int, num_new: int) -> dict[str, int]:
+        """`usage` of one choice so far, in the form of vLLM's continuous_usage_stats."""
+        count = self._num_tokens[index] = self._num_tokens.get(index, 0) + num_new
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": count,
+            "total_tokens": num_prompt + count,
+        }
 
     def usage_event(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The event with the usage, after all others."""
@@ -124,7 +141,7 @@ class ResponseWriter:
         return {
             "tokens": [self._name(row[0][0]) for row in rows],
             "token_logprobs": [row[0][1] for row in rows],
-            "top_logprobs": [self._by_name(row[1:]) for row in rows],
+            "top_logprobs": [self._by_name(_with_own(row)) for row in rows],
             "text_offset": offsets,
         }
 
@@ -160,6 +177,12 @@ class ResponseWriter:
 
     def _bytes(self, token: int) -> bytes:
         return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
+
+
+def _with_own(row: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """The likeliest tokens of a row, and the token itself where it is none of them."""
+    own, *likeliest = row
+    return likeliest if own[0] in (token for token, _ in likeliest) else [*likeliest, own]
 
 
 def usage_of(

@@ -58,11 +58,9 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("completions", {"min_tokens": 6}, "min_tokens"),
     ("completions", {"logprobs": 21}, "logprobs"),
     ("completions", {"logprobs": 1, "echo": True}, "logprobs"),
-    ("completions", {"best_of": 2}, "best_of"),
     ("completions", {"suffix": "x"}, "suffix"),
     ("completions", {"speculation": {"draft_tokens": 17}}, "speculation.draft_tokens"),
     ("completions", {"speculation": {"depth": 1}}, "speculation.depth"),
-    ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
     ("chat/completions", {"messages": []}, "messages"),
     ("chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
@@ -75,7 +73,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("completions", {"logit_bias": {"05": 1}}, "logit_bias"),
     ("completions", {"logit_bias": {"[key]": 1}}, "logit_bias"),
     ("completions", {"stop": {"str": 1}}, "stop"),
-    ("chat/completions", {"tools": []}, "tools"),
+    ("chat/completions", {"tools": [{}]}, "tools"),
     ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
     ("chat/completions", {"logprobs": 3}, "logprobs"),
     ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
@@ -193,7 +191,6 @@ RULES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": ["a", ""]}, "prompt: empty: it needs at least 1 token"),
     ({"stop_token_ids": [4, -1]}, "stop_token_ids.1 = -1: Input should be greater than or equal"),
     ({"temperature": 101}, "temperature = 101: Input should be less than or equal to 100"),
-    ({"user": "a" * 257}, "String should have at most 256 characters"),
     ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
     ({"temprature": 1}, "temprature: not supported by this server; did you mean temperature?"),
     ({"min_tokens": 17}, "min_tokens = 17: more than max_tokens = 16"),
@@ -240,8 +237,8 @@ def test_choices_and_ids_are_counted_before_any_work() -> None:
     assert parse(CompletionBody, exact, limits).n == 2
 
 
-def test_leading_instructions_are_one_system_message() -> None:
-    """A Qwen template refuses a second one, and knows no developer."""
+def test_all_instructions_are_one_system_message() -> None:
+    """A Qwen template refuses a second one, wherever it stands, and knows no developer."""
     said = [
         ("system", "Answer."), ("developer", [{"type": "text", "text": "In "},
                                               {"type": "text", "text": "verse."}]),
@@ -250,7 +247,7 @@ def test_leading_instructions_are_one_system_message() -> None:
     messages = [{"role": role, "content": content} for role, content in said]
     body = parse(ChatBody, json.dumps({"messages": messages}).encode())
     assert [(m["role"], m["content"]) for m in body.conversation()] == [
-        ("system", "Answer.\n\nIn verse."), ("user", "hi"), ("system", "Stop.")
+        ("system", "Answer.\n\nIn verse.\n\nStop."), ("user", "hi")
     ]  # fmt: skip
 
 

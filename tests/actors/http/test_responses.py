@@ -69,6 +69,15 @@ def test_so_many_entries_come_as_were_asked_for(tokenizer: Tokenizer) -> None:
     assert len(logprobs_of(writer(tokenizer, logprobs=2), answer_of(twins))["top_logprobs"][0]) == 2
 
 
+def test_a_token_that_is_none_of_the_likeliest_is_told_beside_them(tokenizer: Tokenizer) -> None:
+    """OpenAI's completions hold it in any case, so that logprobs 0 has one entry."""
+    row = [(40, -3.0), (41, -0.5), (42, -1.0)]
+    (by_name,) = logprobs_of(writer(tokenizer, logprobs=2), answer_of([row]))["top_logprobs"]
+    assert sorted(by_name.values()) == [-3.0, -1.0, -0.5]
+    (alone,) = logprobs_of(writer(tokenizer, logprobs=0), answer_of([row[:1]]))["top_logprobs"]
+    assert list(alone.values()) == [-3.0]
+
+
 def test_text_offsets_point_into_the_text(tokenizer: Tokenizer) -> None:
     text = "na\u00efve \uc5ec \U0001f98a!"
     ids = [7 + list(map(tokenizer.token_bytes, BYTES)).index(bytes([b])) for b in text.encode()]

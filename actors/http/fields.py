@@ -1,0 +1,63 @@
+"""Fields of OpenAI's API, and of servers like this one, that change no text here.
+
+    field, value -> UNUSED: accepted, whatever it says | NEUTRAL: accepted with these values alone
+bodies.py takes them out of a body before it looks at the rest. What is in neither table and is no
+field of a body is unknown. NEUTRAL fields with other values are refused, and never ignored: they
+ask for something that this server does not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+UNUSED: Mapping[str, frozenset[str]] = {
+    "Settings": frozenset({
+        "cache_salt", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
+        "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
+        "spaces_between_special_tokens", "store", "verbosity",
+    }),
+    "StreamOptions": frozenset({"include_obfuscation"}),
+    "Message": frozenset({"annotations", "cache_control", "id", "provider_specific_fields"}),
+    "Part": frozenset({"annotations", "cache_control", "id"}),
+}  # fmt: skip
+"""By class of bodies.py: fields that name, sort or store a request, or only change its speed."""
+NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "Settings": {
+        "add_special_tokens": (False,),
+        "detokenize": (True,),
+        "documents": ([],),
+        "early_stopping": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "include_reasoning": (True,),
+        "length_penalty": (1,),
+        "logits_processors": ([],),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "use_beam_search": (False,),
+        "vllm_xargs": ({},),
+    },
+    "Message": {"thinking_blocks": ([],), "tool_calls": ([],)},
+}
+"""By class and field: the values that ask for nothing."""
+
+
+def changes_nothing(owner: str, name: str, value: object) -> bool:
+    """Whether a field with this value means the same as none. owner: the class that it is sent to.
+
+    null means that a field is absent, whatever its name.
+    """
+    if value is None or name in UNUSED.get(owner, ()):
+        return True
+    neutral = NEUTRAL.get(owner, {}).get(name, ())
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def neutral_values(name: str) -> tuple[Any, ...]:
+    """The values with which a field is accepted that this server does not act on; () for none."""
+    return next((table[name] for table in NEUTRAL.values() if name in table), ())
