@@ -79,12 +79,16 @@ class CudaOps(Ops):
             return matmul.few_rows(x, weight, self._arrivals) if few else F.linear(x, weight)
         if isinstance(weight, Int4Matrix) or not fp8.readable(weight):
             return F.linear(x, dequantised(weight, x.dtype))
-        if _few_bf16(x):
+        if _few_bf16(x, matmul.most_rows(weight)):
             return matmul.few_rows(x, weight, self._arrivals)
         return F.linear(x, fp8.plain(weight, x.dtype))
 
     def linear_swiglu(self, x: Tensor, gate_up: Matrix) -> Tensor:
-        if isinstance(gate_up, Tensor | Fp8Matrix) and fp8.readable(gate_up) and _few_bf16(x):
+        if (
+            isinstance(gate_up, Tensor | Fp8Matrix)
+            and fp8.readable(gate_up)
+            and _few_bf16(x, matmul.most_rows(gate_up))
+        ):
             return matmul.few_rows_swiglu(x, gate_up, self._arrivals)
         return super().linear_swiglu(x, gate_up)
 

@@ -1,4 +1,4 @@
-"""Matrix products of at most 64 rows, whose time is that of reading the weight once; and SwiGLU.
+"""Matrix products of few rows, whose time is that of reading the weight once; and SwiGLU.
 
     x [.., K] -> few_rows -> [.., O]             x, [gate; up] -> few_rows_swiglu -> [.., i]
     hidden [N, K] -> head_top_pair, head_top_pair_fp8 -> the best logit's pair, storing no logit
@@ -39,6 +39,9 @@ from outrider.parallel.kernels.one_shot import has_place
 from outrider.parallel.operands import PickRows, SlotSampling
 
 MAX_ROWS = 64
+FP8_ROWS = 256
+"""The most rows where the weight is FP8. A program takes up to MAX_ROWS of them, so each weight is
+converted up to four times, but comes from memory once."""
 PROGRAMS = 160
 """K is split in two as often as the launch then has at most this many programs, ..."""
 LEAST_DEPTH = 256
@@ -55,6 +58,9 @@ PROCESSORS = 132
 """Of an H200. Products with FP8 weights are split into programs that all run at once."""
 BLOCK_DEPTH = 128
 """The most columns of an FP8 weight that a program reads in one step."""
+AHEAD = tl.constexpr(1024)
+"""Bytes of each row of an FP8 weight that a program prefetches, of its piece. All pieces of a large
+weight together are more than the L2 cache holds."""
 SWIGLU_PIECE = 1024
 """Elements of a row that one program of swiglu takes."""
 Weight = Tensor | Fp8Matrix
@@ -97,7 +103,8 @@ def blocks_tiling(
     depth = min(BLOCK_DEPTH, block_columns & -block_columns) * bytes_each
     few = num_rows <= HELD_ROWS
     width, programs = (64, 3 * PROCESSORS) if few else (128, 2 * PROCESSORS)
-    split = min(programs // triton.cdiv(columns, width), inner // LEAST_DEPTH)
+    tiles = triton.cdiv(columns, width) * triton.cdiv(num_rows, MAX_ROWS)
+    split = min(programs // tiles, inner // LEAST_DEPTH)
     warps, stages = (4, 4) if few else (8, 3)
     return Tiling(width, depth, max(1, split), warps, stages, weight_first=True)
 
@@ -109,12 +116,17 @@ def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
     return Tiling(128, 128, 1, 4, 4) if bytes_each > 1 else Tiling(128, 256, 1, 4, 3)
 
 
+def most_rows(w: Weight | StackedMatrix) -> int:
+    """The most rows of x that few_rows and few_rows_swiglu take."""
+    return MAX_ROWS if isinstance(w, Tensor) else FP8_ROWS
+
+
 def few_rows(x: Tensor, w: Weight | StackedMatrix, arrivals: Tensor) -> Tensor:
     """x [.., K] @ w [O, K]^T -> [.., O] in x's dtype, summed in float32.
 
-    At most MAX_ROWS rows; the last dim of x has stride 1, w or its parts are contiguous and satisfy
-    fp8.readable; FP8 is read as in gemv. arrivals: a counter, int32, for each tile of columns, zero
-    before and after; one launch at a time may use them.
+    At most most_rows(w) rows; the last dim of x has stride 1, w or its parts are contiguous and
+    satisfy fp8.readable; FP8 is read as in gemv. arrivals: a counter, int32, for each tile of
+    columns and MAX_ROWS rows, zero before and after; one launch at a time may use them.
     """
     flat, y = _flat(x, w), _result(x, w.shape[0])
     parts = w.parts if isinstance(w, StackedMatrix) else (w,)
@@ -205,9 +217,9 @@ def _flat(x: Tensor, w: Weight | StackedMatrix) -> Tensor:
     would compile another one for another stride."""
     inner = x.shape[-1]
     flat = x.as_strided((1, inner), (inner, 1)) if x.numel() == inner else x.reshape(-1, inner)
-    if flat.shape[0] > MAX_ROWS or flat.shape[1] != w.shape[1]:
+    if flat.shape[0] > most_rows(w) or flat.shape[1] != w.shape[1]:
         shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}"
-        raise ValueError(f"{shapes}: [N <= {MAX_ROWS}, K] and [O, K]")
+        raise ValueError(f"{shapes}: [N <= {most_rows(w)}, K] and [O, K]")
     assert x.stride(-1) == flat.stride(1) == 1
     return flat
 
@@ -235,14 +247,15 @@ def _launch_rows(x: Tensor, w: Weight, y: Tensor, arrivals: Tensor, gated: bool)
     else:
         tiling = rows_tiling(*shape, x.element_size())
     tiles = triton.cdiv(width, tiling.columns // 2 if gated else tiling.columns)
+    row_blocks = triton.cdiv(num_rows, MAX_ROWS)
     partial = y
     if tiling.split > 1:
-        assert arrivals.numel() >= tiles
+        assert arrivals.numel() >= tiles * row_blocks
         shape = (tiles, tiling.split, num_rows, tiling.columns)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _rows_kernel[(tiling.split, tiles)](
+    _rows_kernel[(row_blocks, tiling.split, tiles)](
         x, values, scales, y, partial, arrivals, num_rows, x.stride(0), y.stride(0), width,
-        K=inner, SPLIT=tiling.split, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
+        K=inner, SPLIT=tiling.split, ROWS=_padded(min(num_rows, MAX_ROWS)), COLUMNS=tiling.columns,
         DEPTH=tiling.depth // x.element_size(), GATED=gated, SWAP=tiling.weight_first,
         FACTOR=tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32,
         HELD=tiling.held, FP8=fp8, BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
@@ -299,11 +312,11 @@ def _rows_kernel(
     HELD: tl.constexpr, FP8: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one part of K for one tile of columns. With GATED, the gate and the up column of
-    each column of the result are neighbours in the tile."""
+    """One program: ROWS rows, and one part of K for one tile of columns. With GATED, the gate and
+    the up column of each column of the result are neighbours in the tile."""
     let_next_start(PDL)
-    split, tile = tl.program_id(0), tl.program_id(1)
-    n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    split, tile = tl.program_id(1), tl.program_id(2)
+    n, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     if GATED:
         o = tl.minimum(tile * (COLUMNS // 2) + c // 2, width - 1) + c % 2 * width
     else:
@@ -317,8 +330,8 @@ def _rows_kernel(
         )
     else:
         if EVEN:
-            piece = STEPS * DEPTH * (w.dtype.element_ty.primitive_bitwidth // 8)
-            prefetch(w + o.to(tl.int64) * K + first, piece, PDL)
+            piece: tl.constexpr = STEPS * DEPTH * (w.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch(w + o.to(tl.int64) * K + first, min(piece, AHEAD) if FP8 else piece, PDL)
         wait_for_previous(PDL)
         if FP8:
             total = _blocks_product(
@@ -338,8 +351,9 @@ def _rows_kernel(
         inside = (n < num_rows)[:, None] & (c < COLUMNS)[None, :]
         tl.store(at + split * part, total, mask=inside)
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1:
-            tl.store(arrivals + tile, 0)
+        arrived = arrivals + tile * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(arrived, 0)
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             for s in tl.static_range(SPLIT):
                 # .cg: other processors wrote it, so this one's L1 cache may be out of date
