@@ -1,6 +1,7 @@
 """The errors that cross from the engine to whoever asked it.
 
-    RequestError, QueueFullError, RequestAbortedError, RequestFailedError: of one request
+    RequestError, PromptTooLongError, QueueFullError: of one request that is not taken
+    RequestAbortedError, RequestFailedError: of one that ended early
     EngineDeadError, EngineClosedError: of the engine
 Each travels by its class name and its message (driver/messages.py, `Failure`).
 """
@@ -10,6 +11,10 @@ from __future__ import annotations
 
 class RequestError(ValueError):
     """A request that this engine can never answer: says the value, the rule and what to change."""
+
+
+class PromptTooLongError(RequestError):
+    """No answer fits behind this prompt, in the context or in the cache."""
 
 
 class QueueFullError(RequestError):

@@ -41,6 +41,8 @@ from outrider.parallel.affinity import allowed_cpus, card_cpus, npu_topology
 
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 DRIVER_CPUS = 1
+HEAD_BYTES = 64 << 10
+"""What HAProxy reads of a request's headers. Its default of 16 KiB answers longer ones in HTML."""
 
 RAY_ENV = {
     # Ray runs workers at nice 15: any other process would then stretch every step.
@@ -183,6 +185,7 @@ def prefer_haproxy() -> None:
         ("HAPROXY_SERVER_STATE_FILE", folder / "server-state"),
         ("HAPROXY_STATS_PORT", ports[0]),
         ("HAPROXY_METRICS_PORT", ports[1]),
+        ("HAPROXY_TUNE_BUFSIZE", HEAD_BYTES),
         # A longer one is for load balancers outside, which must notice first.
         ("DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0.5"),
     ):

@@ -148,6 +148,9 @@ class ServeSpec:
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     """What becomes of a request with fields that the server does not know: it is refused by their
     names, or answered without them."""
+    docs: bool | Literal["auto"] = "auto"
+    """Whether /openapi.json and /docs describe the API, to everyone; auto: unless api_key_file is
+    set."""
     slots: Count | None = None
     """Requests that decode together when serving; null: limits.max_slots."""
     num_replicas: Count = 1

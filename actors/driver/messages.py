@@ -16,6 +16,7 @@ import msgspec
 from outrider.actors.errors import (
     EngineClosedError,
     EngineDeadError,
+    PromptTooLongError,
     QueueFullError,
     RequestAbortedError,
     RequestError,
@@ -112,6 +113,7 @@ ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         RequestError,
+        PromptTooLongError,
         QueueFullError,
         RequestAbortedError,
         RequestFailedError,

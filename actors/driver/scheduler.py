@@ -20,7 +20,12 @@ from msgspec.structs import replace
 from outrider.actors.driver.blocks import BlockAllocator
 from outrider.actors.driver.messages import GenerationRequest
 from outrider.actors.driver.request import Counters, Detokenizer, Request
-from outrider.actors.errors import RequestAbortedError, RequestError, RequestFailedError
+from outrider.actors.errors import (
+    PromptTooLongError,
+    RequestAbortedError,
+    RequestError,
+    RequestFailedError,
+)
 from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
 
 
@@ -228,17 +233,18 @@ class Scheduler:
             raise RequestError("the prompt is empty: it needs at least 1 token")
         longest = limits.max_model_len - 1
         if prompt_tokens > longest:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"the prompt has {prompt_tokens} tokens, {prompt_tokens - longest} too many: "
-                f"limits.max_model_len = {limits.max_model_len} leaves {longest} for a prompt; "
-                "shorten it, or raise limits.max_model_len in cluster.yaml"
+                f"the maximum context length is limits.max_model_len = {limits.max_model_len} "
+                f"tokens, which leaves {longest} for a prompt; shorten it, or raise "
+                "limits.max_model_len in cluster.yaml"
             )
 
     def _check_pages(self, prompt_tokens: int, max_tokens: int) -> None:
         limits = self.limits
         need, have = self._pages_of(prompt_tokens, max_tokens), self.blocks.usable_pages
         if need > have:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} needs {need} KV pages "
                 f"of {limits.page_tokens} tokens, the cache has {have}: {need - have} too few; "
                 "lower max_tokens, or raise cache.num_pages in cluster.yaml"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from outrider.actors.http.fields import changes_nothing, neutral_values
@@ -96,9 +96,12 @@ class BodyLimits:
         """ApiError for a prompt that cannot fit. param: its field; about: "at least "."""
         most = self.max_prompt_tokens
         if num_tokens > most:
+            context = f"maximum context length is {most + 1} tokens (limits.max_model_len)"
             why = f"the prompt has {about}{num_tokens} tokens, {num_tokens - most} too many"
-            rule = f"limits.max_model_len = {most + 1} leaves {most} for a prompt; shorten it"
-            raise ApiError(400, f"{why}: {rule}", param=param)
+            raise ApiError(
+                400, f"{why}: the {context}, which leaves {most} for a prompt; shorten it",
+                param=param, code="context_length_exceeded",
+            )  # fmt: skip
 
 
 def _rule(text: str) -> PydanticCustomError:
@@ -178,6 +181,10 @@ Bias = Annotated[
     Field(max_length=MAX_LOGIT_BIAS),
     pydantic.AfterValidator(_bias),
 ]
+Texts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+"""How /openapi.json writes a field that takes a text or a list of texts."""
+Ids = {"type": "array", "items": {"type": "integer"}}
+Prompts = {"anyOf": [*Texts["anyOf"], Ids, {"type": "array", "items": Ids}]}
 TemplateValues = Annotated[dict[str, Any], pydantic.AfterValidator(_template_values)]
 
 
@@ -230,7 +237,7 @@ class Settings(Body):
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Whole, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_stop)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stop), WithJsonSchema(Texts)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     n: Annotated[Whole, Field(ge=1, le=1 << 16)] = 1
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -298,7 +305,7 @@ class Settings(Body):
 
 
 class CompletionBody(Settings):
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(Prompts)]
     """A list of prompts, whatever the form it came in: texts, or lists of token ids."""
     echo: bool = False
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None

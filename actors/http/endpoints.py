@@ -27,11 +27,13 @@ from outrider.actors.driver.handle import Handle, merge
 from outrider.actors.driver.messages import Chunk, GenerationRequest
 from outrider.actors.errors import (
     EngineDeadError,
+    PromptTooLongError,
     QueueFullError,
     RequestAbortedError,
     RequestError,
     RequestFailedError,
 )
+from outrider.actors.http import openapi
 from outrider.actors.http.bodies import (
     DEFAULTS,
     ApiError,
@@ -87,22 +89,40 @@ class Endpoints:
         self._bodies = BodyReader(limits)
         self._prompts = PromptEncoder(tokenizer, limits)
         self.metrics = Metrics(driver.stats)
-        routes = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
-        for method, path, handler in (
-            ("GET", "/health", self._health),
-            ("GET", "/metrics", self._metrics),
-            ("GET", "/v1/stats", self._stats),
-            ("GET", "/v1/models", self._models),
-            ("GET", "/v1/models/{name:path}", self._one_model),
-            ("POST", "/v1/completions", self._completions),
-            ("POST", "/v1/chat/completions", self._chat),
+        with_docs = not keys if serve.docs == "auto" else serve.docs
+        self.app: ASGIApp = AuthMiddleware(
+            self._routes(with_docs),
+            keys,
+            serve.max_body_bytes,
+            self.metrics.answered,
+            open_paths=("/health", *(openapi.PATHS if with_docs else ())),
+        )
+
+    def _routes(self, with_docs: bool) -> FastAPI:
+        where = dict(zip(("openapi_url", "docs_url"), openapi.PATHS if with_docs else (None, None)))
+        routes = FastAPI(title="Outrider", redoc_url=None, redirect_slashes=False, **where)
+        for path, handler in (
+            ("/health", self._health),
+            ("/metrics", self._metrics),
+            ("/v1/stats", self._stats),
+            ("/v1/models", self._models),
+            ("/v1/models/{name:path}", self._one_model),
         ):
-            routes.add_api_route(path, handler, methods=[method], response_model=None)
+            for method in ("GET", "HEAD"):
+                routes.add_api_route(
+                    path, handler, methods=[method], response_model=None,
+                    include_in_schema=method == "GET",
+                )  # fmt: skip
+        for path, handler in (
+            ("/v1/completions", self._completions),
+            ("/v1/chat/completions", self._chat),
+        ):
+            routes.add_api_route(path, handler, methods=["POST"], response_model=None)
         routes.add_exception_handler(ApiError, error_response)
         routes.add_exception_handler(HTTPException, error_response)
-        self.app: ASGIApp = AuthMiddleware(
-            routes, keys, serve.max_body_bytes, self.metrics.answered
-        )
+        bodies = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+        routes.openapi = functools.partial(openapi.describe, routes, bodies)
+        return routes
 
     def start(self) -> None:
         """Start what the first large body would else wait for."""
@@ -234,7 +254,9 @@ class Endpoints:
         if isinstance(error, RequestError):
             named = ("logit_bias", "stop")
             name = next((word for word in named if str(error).startswith(word)), param)
-            return ApiError(400, str(error), param=name)
+            is_long = isinstance(error, PromptTooLongError)
+            code = "context_length_exceeded" if is_long else None
+            return ApiError(400, str(error), param=name, code=code)
         if isinstance(error, RequestFailedError):
             return ApiError(500, str(error), kind="server_error", code="request_failed")
         if isinstance(error, EngineDeadError):

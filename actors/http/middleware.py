@@ -1,4 +1,4 @@
-"""In front of the routes: checks the API key and the size of a body, and counts every answer.
+"""In front of the routes: checks the API key, and size and coding of a body; counts every answer.
 
     ASGI call -> AuthMiddleware -> routes
 Also here: how an error becomes an answer in OpenAI's form.
@@ -29,10 +29,14 @@ class AuthMiddleware:
         keys: Sequence[bytes],
         max_body_bytes: int,
         answered: Callable[[str, int], None],
+        *,
+        open_paths: Sequence[str],
     ) -> None:
-        """keys: SHA-256 digests. answered: told of each answer's route and status."""
+        """keys: SHA-256 digests. answered: told of each answer's route and status. open_paths: what
+        needs no key."""
         self._inner, self._keys = inner, keys
         self._max_body_bytes, self._answered = max_body_bytes, answered
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,14 +60,23 @@ class AuthMiddleware:
             await send(message)
 
         length = headers.get(b"content-length", b"0")
+        coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path != "/health" and not self._is_allowed(headers.get(b"authorization", b"")):
+        if path.endswith("/"):
+            path = path.rstrip("/")
+            scope = {**scope, "path": scope.get("root_path", "") + (path or "/")}
+        if path not in self._open_paths and not self._is_allowed(
+            headers.get(b"authorization", b"")
+        ):
             refusal = ApiError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                 kind="authentication_error", code="invalid_api_key",
             )  # fmt: skip
         elif length.isdigit() and int(length) > self._max_body_bytes:
             refusal = self._too_large()
+        elif coding.strip().lower() not in ("identity", ""):
+            why = f"content-encoding {coding[:64]!r}: a body is read as it is sent, uncompressed"
+            refusal = ApiError(415, why)
         else:
             await self._inner(scope, limited, counted)
             return

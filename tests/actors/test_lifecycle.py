@@ -107,6 +107,8 @@ def test_the_serve_command_answers_and_leaves_nothing_after_ctrl_c(
         footprint = Footprint.of(process.pid)
         names = [one.name() for one in footprint.processes]
         assert {"raylet", "gcs_server", "haproxy"} <= set(names)
+        with_cookies = {"cookie": "a" * 40_000}  # HAProxy refused these, in HTML
+        assert client.models.list(extra_headers=with_cookies).data[0].id == "tiny"
         assert sum(name.startswith("ray::RankActor") for name in names) == 2, names
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import json
+import re
 from collections.abc import AsyncIterator
 
 from tests.actors.http.local_server import body, run, serving
@@ -54,5 +58,98 @@ def test_sizes_have_limits() -> None:
             assert most.json()["usage"]["completion_tokens"] == 62
             assert most.json()["choices"][0]["finish_reason"] == "length"
             assert driver.stats()["active"] == 0
+
+    run(work)
+
+
+def test_a_prompt_that_is_too_long_is_told_as_clients_look_for_it() -> None:
+    """openai's code, and the words by which litellm and others know it."""
+
+    async def work() -> None:
+        async with serving() as (client, _, _):
+            said = [{"role": "user", "content": "word " * 300}]
+            for path, what in (
+                ("completions", {"prompt": [1] * 70}), ("completions", {"prompt": "word " * 300}),
+                ("chat/completions", {"messages": said}),
+            ):  # fmt: skip
+                got = await client.post(f"/v1/{path}", json=what)
+                error = got.json()["error"]
+                assert (got.status_code, error["code"]) == (400, "context_length_exceeded")
+                assert "maximum context length is 64 tokens" in error["message"]
+        async with serving(num_pages=5) as (client, _, _):
+            error = (await client.post("/v1/completions", json=body(prompt=[1] * 60))).json()[
+                "error"
+            ]
+            assert error["code"] == "context_length_exceeded"
+            assert "cache.num_pages" in error["message"]
+
+    run(work)
+
+
+def test_a_compressed_body_is_415_and_a_byte_order_mark_is_no_part_of_one() -> None:
+    async def work() -> None:
+        async with serving() as (client, _, _):
+            data = json.dumps(body()).encode()
+            for coding in ("gzip", "br", "deflate, gzip"):
+                headers = {"content-encoding": coding}
+                got = await client.post(
+                    "/v1/completions", content=gzip.compress(data), headers=headers
+                )
+                assert got.status_code == 415
+                assert coding in got.json()["error"]["message"]
+            plain = {"content-encoding": "identity"}
+            for content in (data, codecs.BOM_UTF8 + data):
+                got = await client.post("/v1/completions", content=content, headers=plain)
+                assert got.status_code == 200, got.text
+
+    run(work)
+
+
+def test_head_and_trailing_slashes_answer() -> None:
+    async def work() -> None:
+        async with serving(keys=(KEY,)) as (client, _, _):
+            key = {"authorization": f"Bearer {KEY}"}
+            for path in ("/health", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/stats"):
+                for method in ("GET", "HEAD"):
+                    for end in ("", "/"):
+                        got = await client.request(method, path + end, headers=key)
+                        assert got.status_code == 200, (method, path + end)
+                        assert bool(got.content) == (method == "GET")
+            assert (await client.head("/health/")).status_code == 200
+            assert (await client.head("/metrics/")).status_code == 401
+            for path in ("/v1/completions/", "/v1/completions//"):
+                got = await client.post(path, json=body(), headers=key)
+                assert got.status_code == 200
+            assert (await client.post("/health", headers=key)).status_code == 405
+            assert (await client.get("/", headers=key)).status_code == 404
+
+    run(work)
+
+
+def test_the_api_describes_itself_unless_there_are_keys() -> None:
+    async def work() -> None:
+        async with serving() as (client, _, _):
+            told = (await client.get("/openapi.json")).json()
+            assert "/docs" in (page := await client.get("/docs")).url.path
+            assert "swagger" in page.text
+        schemas = told["components"]["schemas"]
+        for path, name in (
+            ("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody")
+        ):  # fmt: skip
+            content = told["paths"][path]["post"]["requestBody"]["content"]
+            assert content["application/json"]["schema"]["$ref"].endswith("/" + name)
+            assert "temperature" in schemas[name]["properties"]
+        assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(told))) <= schemas.keys()
+        assert set(told["paths"]["/health"]) == {"get"}
+        async with serving(keys=(KEY,)) as (client, _, _):
+            for path in ("/openapi.json", "/docs"):
+                assert (await client.get(path)).status_code == 401
+                key = {"authorization": f"Bearer {KEY}"}
+                assert (await client.get(path, headers=key)).status_code == 404
+        async with serving(keys=(KEY,), serve={"docs": True}) as (client, _, _):
+            assert (await client.get("/openapi.json")).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 401
+        async with serving(serve={"docs": False}) as (client, _, _):
+            assert (await client.get("/docs")).status_code == 404
 
     run(work)
