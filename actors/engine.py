@@ -34,10 +34,10 @@ from outrider.actors.driver.messages import Chunk, Completion, GenerationRequest
 from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
 from outrider.actors.loading import LoadingBar
 from outrider.model.config import ModelConfig, RunConfig
-from outrider.model.step import Sampling
+from outrider.model.step import Grammar, Sampling
 
 log = logging.getLogger(__name__)
-__all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
+__all__ = ["Chunk", "Completion", "Engine", "Grammar", "RequestStats", "Sampling"]
 
 CLOSE_TIMEOUT_S = 30.0
 POLL_S = 0.2

@@ -88,7 +88,7 @@ class PromptChunk:
 
 MOST_CAPTURED_DEPTHS = 9
 """Where all depths from 0 to K are no more than this, each is captured. Otherwise only 0, powers of
-two and K are: a captured depth costs three graphs for each batch size when an engine starts."""
+two and K are: a captured depth costs five graphs for each batch size when an engine starts."""
 
 
 def depths_of(run: RunConfig, *, graphs: bool) -> tuple[int, ...]:
@@ -153,6 +153,13 @@ class BatchPacker:
             features=features,
             host_lengths=self._host_lengths(requests, size, num_drafts, max(1, last_rows)),
         )
+
+    def set_limits(self, batch: DecodeBatch, limits: Sequence[int]) -> None:
+        """Change the drafts that the requests of `batch` take, which decode() has packed."""
+        padded = [*limits, *[0] * (len(batch.slots) - len(limits))]
+        batch.limits.copy_(self._ints(padded))
+        if batch.key in self._sent:
+            self._sent[batch.key] = self._sent[batch.key][0], padded
 
     def captured_batches(self) -> Iterator[DecodeBatch]:
         """A batch of padding alone for each shape of iteration that can be captured."""

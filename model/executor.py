@@ -137,7 +137,7 @@ class MtpDrafter:
         The target keeps a draft that equals its own token. So the draft is picked as the target
         picks that token: with the same edits, filters and noise, from the draft's logits.
         """
-        features = replace(batch.features, logprobs=None)
+        features = replace(batch.features, logprobs=None, masked=False)
         if features == NO_FEATURES or not self.coupled:
             return self.head.greedy(hidden.squeeze(1))
         rows = PickRows(
@@ -307,12 +307,17 @@ class Executor:
         Where log probabilities are asked for, their ids and values [B, K+1, 1 + n] follow
         (sampling.log_probs). run: runs each piece.
         """
+        gathered, drafts = self.draft(batch, run)
+        return run("verify", lambda: self.verify(batch, gathered, drafts))
+
+    def draft(
+        self, batch: DecodeBatch, run: RunPiece = run_at_once
+    ) -> tuple[GatheredSlots, Tensor]:
+        """The first part of an iteration: what the slots remember, and drafts [B, K] int64."""
         gathered = run("gather_slots", lambda: self._gather_slots(batch))
         if self.drafter:
-            drafts = self.drafter.propose(batch, gathered, run)
-        else:
-            drafts = batch.slots.new_empty(len(batch.slots), 0)
-        return run("verify", lambda: self._verify(batch, gathered, drafts))
+            return gathered, self.drafter.propose(batch, gathered, run)
+        return gathered, batch.slots.new_empty(len(batch.slots), 0)
 
     def _gather_slots(self, batch: DecodeBatch) -> GatheredSlots:
         table, ops = self.slots.block_table[:, : batch.num_pages], self.device.ops
@@ -325,10 +330,13 @@ class Executor:
         )
         return replace(gathered, noise=noise)
 
-    def _verify(
+    def verify(
         self, batch: DecodeBatch, gathered: GatheredSlots, drafts: Tensor
     ) -> tuple[Tensor, ...]:
-        """The target over [last token, drafts], then accept and commit; -> as iterate."""
+        """The second part: the target over [last token, drafts], then accept and commit.
+
+        -> as iterate.
+        """
         rows = self.slots.rows(
             batch.slots,
             gathered.length,

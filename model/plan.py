@@ -92,7 +92,7 @@ def _slot_bytes(model: ModelConfig, run: RunConfig, itemsize: int) -> int:
     positions = run.max_model_len + overshoot_rows(run.draft_tokens)
     columns = pages_for(positions, run.page_tokens) * run.page_tokens
     history = TokenHistory.slot_bytes(columns) if run.uses_lookup else 0
-    tables = SamplingMemory.slot_bytes(model.vocab_size // size)
+    tables = SamplingMemory.slot_bytes(model.vocab_size // size, rows)
     return (
         len(model.gdn_layers) * (4 * (state + factors) + itemsize * conv)
         + backlog

@@ -22,7 +22,8 @@ from torch import Tensor
 from outrider.model import ablation, backlog
 from outrider.model.batch import BatchPacker, DecodeBatch
 from outrider.model.config import RunConfig, load_config
-from outrider.model.executor import Drafter, Executor
+from outrider.model.executor import Drafter, Executor, run_at_once
+from outrider.model.grammar import GrammarError, Grammars
 from outrider.model.plan import check_device, check_pages, memory_plan
 from outrider.model.prefill import PaddedSpans, PrefillPolicy
 from outrider.model.running import InFlight, InFlightStep, RunningRequest, SlotTable
@@ -51,6 +52,7 @@ class Runner:
         self.model = replace(model, gdn=gdn)
         check_device(run, device.capabilities)
         check_pages(run, memory_plan(self.model, run))
+        self.grammars = Grammars(Path(run.model_dir), model.vocab_size, model.eos_ids)
         params = load(self.model, run, device.tp.rank, device.torch_device, on_load)
         with torch.inference_mode():
             self.executor = Executor(self.model, run, params, device)
@@ -60,6 +62,8 @@ class Runner:
         self.num_drafts = 0
         """The most drafts that a request could take in the iteration that was read last."""
         self._in_flight: deque[InFlightStep] = deque()
+        self._failed: list[Progress] = []
+        """Of requests that could not go on in this step."""
         self.use_device(device)
 
     def use_device(self, device: Device) -> None:
@@ -102,7 +106,9 @@ class Runner:
         """Fill and empty slots. A Leave of a request that is gone is ignored."""
         for command in commands:
             if isinstance(command, Join):
-                self.slots.add(command, self.run.draft_tokens)
+                grammar = command.sampling.grammar
+                matcher = None if grammar is None else self.grammars.matcher(grammar)
+                self.slots.add(command, self.run.draft_tokens, matcher)
                 self.executor.slots.reset(command)
                 self.executor.states.reset(command.slot)
             else:
@@ -113,12 +119,15 @@ class Runner:
         """Launch the next step, then read the results of the step before.
 
         Where the device does not run ahead, the step that was just launched is read at once. Where
-        it does, an end is found one iteration late, and the tokens beyond it are dropped.
+        it does, an end is found one iteration late, and the tokens beyond it are dropped. It does
+        not while some request has a grammar.
         """
         if self.slots:
             self._in_flight.append(self._launch())
-        progress: list[Progress] = []
-        if len(self._in_flight) > self.run_ahead or not self.slots:
+        progress, self._failed = self._failed, []
+        if not self.slots:
+            progress += self._read(self._in_flight.popleft())
+        while len(self._in_flight) > (0 if self.slots.constrained else self.run_ahead):
             progress += self._read(self._in_flight.popleft())
         if self._in_flight:  # first tokens are there before the iteration of their step
             progress += self._read_firsts(self._in_flight[-1])
@@ -135,7 +144,11 @@ class Runner:
         limits = [min(r.draft_tokens, r.tokens_needed - 1, depth) for r in requests]
         batch = self.packer.decode(requests, limits, depth)
         self._catch_up(requests, batch)
-        results = self.run_iteration(batch)
+        if any(request.matcher is not None for request in requests):
+            look = partial(self._look_ahead, requests, limits, batch)
+            results = self.run_in_two(batch, look)
+        else:
+            results = self.run_iteration(batch)
         if len(results) > 2 and all(r.sampling.logprobs is None for r in requests):
             results = results[:2]
         for request in requests:
@@ -162,6 +175,8 @@ class Runner:
         if not ending:
             return None
         assert first is not None, "a prompt that ends yields a token"
+        for request in ending:
+            self._allow(request, [], 0)
         return InFlight(self.device.fetch(self.executor.pick_firsts(chunk, *first)), ending)
 
     def _catch_up(self, requests: list[RunningRequest], batch: DecodeBatch) -> None:
@@ -193,6 +208,57 @@ class Runner:
             work = partial(self.executor.iterate, batch)
             return self.graphs.run(batch.key, work, needed=greedy)
         return self.executor.iterate(batch)
+
+    def run_in_two(self, batch: DecodeBatch, look: Callable[[Tensor], None]) -> tuple[Tensor, ...]:
+        """As run_iteration. In between, look(drafts [B, K] int64) may change the drafts, what
+        their slots take, and the masks of the rows."""
+        executor, graphs = self.executor, self.graphs
+        if self.run.ablation.sync_each_draft or not self.device.capabilities.sampled_graphs:
+            pieces = ablation.run_in_pieces(graphs, self.device, batch)
+            run = pieces if self.run.ablation.sync_each_draft else run_at_once
+            gathered, drafts = executor.draft(batch, run)
+            look(drafts)
+            return executor.verify(batch, gathered, drafts)
+        first, second = (*batch.key, "drafts"), (*batch.key, "verify")
+        gathered, drafts = graphs.run(first, partial(executor.draft, batch), needed=False)
+        look(drafts)
+        if graphs.is_eager(first):  # a captured second piece would read tensors that are gone
+            return executor.verify(batch, gathered, drafts)
+        work = partial(executor.verify, batch, gathered, drafts)
+        return graphs.run(second, work, needed=False)
+
+    def _look_ahead(
+        self,
+        requests: list[RunningRequest],
+        limits: list[int],
+        batch: DecodeBatch,
+        drafts: Tensor,
+    ) -> None:
+        """Apply the grammars of `requests` to the drafts [B, K] of their iteration, and to limits,
+        the drafts that each request takes."""
+        (proposed,) = self.device.fetch([drafts]).wait()
+        rows = proposed.tolist()
+        for index, request in enumerate(requests):
+            if request.matcher is not None:
+                allowed = self._allow(request, rows[index], limits[index])
+                limits[index] = len(allowed)
+                rows[index][: len(allowed)] = allowed
+        if drafts.shape[1]:
+            drafts.copy_(self.device.send(torch.tensor(rows)))
+        self.packer.set_limits(batch, limits)
+
+    def _allow(self, request: RunningRequest, drafts: list[int], most: int) -> list[int]:
+        """The drafts, at most so many, that the grammar of a request leaves; the device gets the
+        masks of its rows. Where no token can follow, the request leaves with an error."""
+        if request.matcher is None:
+            return []
+        try:
+            ahead = request.matcher.look_ahead(drafts, most)
+        except GrammarError as error:
+            self._failed.append(self.slots.fail(request, f"sampling.grammar: {error}"))
+            return []
+        self.executor.slots.sampling.set_masks(request.slot, ahead.masks)
+        return ahead.drafts
 
     def _read(self, step: InFlightStep) -> list[Progress]:
         """Wait for the results of a step and add them to its requests."""

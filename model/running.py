@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.model.grammar import Matcher
 from outrider.model.step import Join, Leave, Progress, Sampling
 from outrider.parallel.device import Fetched
 
@@ -22,6 +23,8 @@ class RunningRequest:
     join: Join
     draft_tokens: int
     """The most drafts that an iteration may make for it."""
+    matcher: Matcher | None = None
+    """Where it stands in its grammar; None where it has none."""
     prefilled: int = 0
     """Number of prompt tokens that have been launched."""
     emitted: int = 0
@@ -98,7 +101,12 @@ class SlotTable:
     def get(self, slot: int) -> RunningRequest | None:
         return self._requests.get(slot)
 
-    def add(self, join: Join, max_draft_tokens: int) -> None:
+    @property
+    def constrained(self) -> bool:
+        """Whether a request has a grammar: then each step is read before the next is launched."""
+        return any(r.matcher is not None for r in self._requests.values())
+
+    def add(self, join: Join, max_draft_tokens: int, matcher: Matcher | None = None) -> None:
         """Put a request into a slot, which must be free. max_draft_tokens: the engine's K.
 
         No more drafts are made for it than its answer can hold: the prompt brings the first token,
@@ -107,12 +115,20 @@ class SlotTable:
         assert join.slot not in self._requests, f"slot {join.slot} is taken"
         own, useful = join.sampling.draft_tokens, max(0, join.sampling.max_tokens - 2)
         limit = min(max_draft_tokens if own is None else own, max_draft_tokens, useful)
-        self._requests[join.slot] = RunningRequest(join, limit)
+        self._requests[join.slot] = RunningRequest(join, limit, matcher)
 
     def remove(self, leave: Leave) -> None:
         """Take a request out of its slot; does nothing when it is gone already."""
         if self._holds(leave.slot, leave.request):
             del self._requests[leave.slot]
+
+    def fail(self, request: RunningRequest, error: str) -> Progress:
+        """Take a request out of its slot that cannot go on; what is in flight for it is dropped."""
+        join = request.join
+        del self._requests[join.slot]
+        return Progress(
+            request=join.request, slot=join.slot, tokens=[], verified=False, error=error
+        )
 
     def prefilling(self) -> list[RunningRequest]:
         """The requests with prompt tokens left, the oldest first."""
@@ -120,11 +136,16 @@ class SlotTable:
         return sorted(requests, key=lambda r: r.join.request)
 
     def decoding(self) -> list[RunningRequest]:
-        """The requests that another iteration must bring tokens, in the order of their slots."""
+        """The requests that another iteration must bring tokens, in the order of their slots.
+
+        What one with a grammar may say next depends on all of its tokens: they must be read.
+        """
         return [
             r
             for _, r in sorted(self._requests.items())
-            if not r.prompt_left and r.tokens_needed > 0
+            if not r.prompt_left
+            and r.tokens_needed > 0
+            and not (r.matcher is not None and r.in_flight)
         ]
 
     def add_tokens(
@@ -154,6 +175,8 @@ class SlotTable:
         request.emitted += len(tokens)
         request.last = tokens[-1]
         finish = "stop" if stop is not None else "length" if request.remaining == 0 else None
+        if request.matcher is not None and not finish:
+            request.matcher.commit(tokens)
         if finish:
             del self._requests[join.slot]
         return [

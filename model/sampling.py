@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ NO_FEATURES = SamplingFeatures()
 CAPTURED_FEATURES = (
     NO_FEATURES,
     SamplingFeatures(drawn=True),
-    SamplingFeatures(drawn=True, filtered=True, edited=True, logprobs=MAX_LOGPROBS),
+    SamplingFeatures(drawn=True, filtered=True, edited=True, logprobs=MAX_LOGPROBS, masked=True),
 )
 """The variants of an iteration that are captured: few enough to capture all of them at the start.
 Each slot's own settings say what is done for it, and the host drops what nobody asked for."""
@@ -41,34 +43,43 @@ def features_of(samplings: Sequence[Sampling]) -> SamplingFeatures:
         drawn=any(sampling.draws for sampling in samplings),
         filtered=any(sampling.filters for sampling in samplings),
         edited=any(sampling.edits for sampling in samplings),
+        masked=any(sampling.grammar is not None for sampling in samplings),
         logprobs=MAX_LOGPROBS if any(s.logprobs is not None for s in samplings) else None,
     )
 
 
 def captured_as(features: SamplingFeatures) -> SamplingFeatures:
     """The first of CAPTURED_FEATURES that includes these."""
-    if features.filtered or features.edited or features.logprobs is not None:
+    if replace(features, drawn=False) != NO_FEATURES:
         return CAPTURED_FEATURES[2]
     return CAPTURED_FEATURES[1 if features.drawn else 0]
 
 
-class SamplingMemory:
-    """SlotSampling of all slots. num_slots: S; vocab_size: of all ranks together."""
+def words_of(num_ids: int) -> int:
+    """Numbers of 32 bits that hold a bit for each of the ids."""
+    return -(-num_ids // 32)
 
-    def __init__(self, num_slots: int, vocab_size: int, device: Device) -> None:
+
+class SamplingMemory:
+    """SlotSampling of all slots. num_slots: S; num_rows: X, the most rows of a slot in the target;
+    vocab_size: of all ranks together."""
+
+    def __init__(self, num_slots: int, num_rows: int, vocab_size: int, device: Device) -> None:
         where, self._send = device.torch_device, device.send
         self.width = vocab_size // device.tp.size
         self.first_id = device.tp.rank * self.width
         self.integers = torch.zeros(3, num_slots, dtype=torch.int64, device=where)
         self.numbers = torch.zeros(6, num_slots, device=where)
-        self.flags = torch.zeros(3, num_slots, dtype=torch.bool, device=where)
+        self.flags = torch.zeros(4, num_slots, dtype=torch.bool, device=where)
         self.history = torch.zeros(num_slots, self.width, dtype=torch.int32, device=where)
         self.bias = torch.zeros(num_slots, self.width, device=where)
+        masks = (num_slots, num_rows, words_of(self.width))
+        self.masks = torch.zeros(masks, dtype=torch.int32, device=where)
         self._neutral = set(range(num_slots))
         """Slots whose tensors are those of a request that only wants its likeliest tokens."""
         seed, top_k, banned_until = self.integers
         scale, top_p, log_min_p, repetition, frequency, presence = self.numbers
-        drawn, edited, reported = self.flags
+        drawn, edited, reported, masked = self.flags
         self.by_slot = SlotSampling(
             seed=seed,
             drawn=drawn,
@@ -84,20 +95,22 @@ class SamplingMemory:
             banned_until=banned_until,
             history=self.history,
             bias=self.bias,
+            masked=masked,
+            masks=self.masks,
         )
 
     @staticmethod
-    def slot_bytes(width: int) -> int:
-        """Bytes of one slot's tables, which hold `width` ids."""
-        return width * (torch.int32.itemsize + torch.float32.itemsize)
+    def slot_bytes(width: int, num_rows: int) -> int:
+        """Bytes of one slot's tables, which hold `width` ids, and masks for each of its rows."""
+        return 4 * (2 * width + num_rows * words_of(width))
 
     def reset(self, join: Join) -> None:
         """Take over a request's settings; does nothing where one that only wants its likeliest
         tokens follows another."""
         slot, sampling = join.slot, join.sampling
         drawn = sampling.draws
-        reported = sampling.logprobs is not None
-        if drawn or sampling.edits or reported:
+        reported, masked = sampling.logprobs is not None, sampling.grammar is not None
+        if drawn or sampling.edits or reported or masked:
             self._neutral.discard(slot)
         elif slot in self._neutral:
             return
@@ -116,7 +129,8 @@ class SamplingMemory:
         )
         self.integers[:, slot] = self._send(torch.tensor(integers, dtype=torch.int64))
         self.numbers[:, slot] = self._send(torch.tensor(numbers))
-        self.flags[:, slot] = self._send(torch.tensor((drawn, sampling.edits, reported)))
+        flags = (drawn, sampling.edits, reported, masked)
+        self.flags[:, slot] = self._send(torch.tensor(flags))
         if sampling.edits:
             self._reset_tables(join)
 
@@ -136,6 +150,18 @@ class SamplingMemory:
                 index = self._send(torch.tensor(list(values)))
                 table[index] = self._send(torch.tensor(list(values.values()), dtype=table.dtype))
 
+    def set_masks(self, slot: int, masks: np.ndarray) -> None:
+        """What may follow in the first rows of a slot: LookAhead.masks [rows, bytes], all ids."""
+        start, stop = self.first_id, self.first_id + self.width
+        if start % 8:  # only where the ranks' shares begin inside of bytes
+            bits = np.unpackbits(masks, axis=1, bitorder="little")[:, start:stop]
+            part = np.packbits(bits, axis=1, bitorder="little")
+        else:
+            part = masks[:, start // 8 : -(-stop // 8)]
+        words = np.zeros((len(masks), self.masks.shape[2]), dtype="<i4")
+        words.view(np.uint8)[:, : part.shape[1]] = part
+        self.masks[slot, : len(masks)] = self._send(torch.from_numpy(words))
+
     def _local(self, ids: Sequence[int]) -> list[int]:
         """Those of the ids that this rank has, as indices into its tables."""
         local = (token - self.first_id for token in ids)
@@ -143,4 +169,4 @@ class SamplingMemory:
 
     def tables(self) -> list[Tensor]:
         """The tensors whose bytes the memory plan counts."""
-        return [self.history, self.bias]
+        return [self.history, self.bias, self.masks]

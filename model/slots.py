@@ -45,7 +45,7 @@ class SlotTensors:
         self.fresh = integers(slots, rows)
         dtype = getattr(torch, run.dtype)
         self.hidden = torch.zeros(slots, rows, model.hidden_size, dtype=dtype, device=where)
-        self.sampling = SamplingMemory(slots, model.vocab_size, device)
+        self.sampling = SamplingMemory(slots, rows, model.vocab_size, device)
         self.backlog = Backlog(slots if run.uses_mtp else 0, self.hidden)
         columns = self.max_pages * run.page_tokens
         self.history = TokenHistory(slots if run.uses_lookup else 0, columns, where)

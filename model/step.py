@@ -10,6 +10,7 @@ Letters: K drafted tokens an iteration
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -17,7 +18,22 @@ MAX_DRAFT_TOKENS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
+MAX_GRAMMAR_CHARS = 1 << 18
 SMALLEST_TOP_P = 1e-6
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the text of an answer must match from its first token to its end."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    text: str
+    """A JSON schema as JSON; a regular expression (of Rust's crate regex, which has no look-around
+    and no back-references); a JSON list of texts; or a grammar in Lark's form or in GBNF."""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            rule = f"at most {MAX_GRAMMAR_CHARS} are allowed"
+            raise ValueError(f"sampling.grammar: a text of {len(self.text)} characters: {rule}")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +84,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The most drafts an iteration for this request; None takes the engine's, which is also the
     most."""
 
+    grammar: Grammar | None = None
+    """What the answer must match; None for any text. EOS ends the answer where the grammar may end,
+    and at once where it must."""
+
     def __post_init__(self) -> None:
         rules = (
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
@@ -108,6 +128,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "draft_tokens",
                 self.draft_tokens is None or 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS,
                 f"must lie in [0, {MAX_DRAFT_TOKENS}]",
+            ),
+            (
+                "min_tokens",
+                self.grammar is None or self.min_tokens == 0,
+                "must be 0 with a grammar, which says itself where an answer may end",
+            ),
+            (
+                "ignore_eos",
+                self.grammar is None or not self.ignore_eos,
+                "must be false with a grammar, whose answers end with EOS",
             ),
         )
         for name, holds, rule in rules:
@@ -195,6 +225,8 @@ class Progress(msgspec.Struct, frozen=True):
     those of the likeliest tokens, best first."""
     finish: str | None = None
     """"stop" (EOS or stop id), "length", or None while the request goes on."""
+    error: str = ""
+    """Why the request has left its slot without an end of its answer; empty: it has not."""
 
 
 class StepEvent(msgspec.Struct, frozen=True):

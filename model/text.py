@@ -88,6 +88,10 @@ class Tokenizer:
             raise TooManyTokensError(len(encoding), max_tokens)  # the ids alone would take long
         return encoding.ids
 
+    def to_json(self) -> str:
+        """All of it in the form of a tokenizer.json."""
+        return self._tokens.to_str()
+
     def min_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least; 0 where nothing is known of the tokenizer.
 

@@ -46,13 +46,16 @@ def _answer(runner: Runner, prompt: int, sampling: Sampling) -> None:
 
 @torch.inference_mode()
 def _run_captured_shapes(runner: Runner) -> None:
-    """Run all shapes of iteration, and what the draft may have to catch up with.
+    """Run all shapes of iteration, those that may have grammars also in two pieces, and what the
+    draft may have to catch up with.
 
     Without auto_depth it never has to: then depth 0 only runs where no request takes a draft.
     """
     drafter = runner.executor.drafter
     for batch in runner.packer.captured_batches():
         runner.run_iteration(batch)
+        if batch.features.masked:
+            runner.run_in_two(batch, lambda drafts: None)
         if drafter is not None and runner.run.auto_depth and batch.key[1:] == (0,):
             for width in powers_of_two(1, backlog.ROWS):
                 drafter.catch_up(batch, width)

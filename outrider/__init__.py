@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider.actors.engine import Chunk, Completion, Engine, RequestStats, Sampling
+    from outrider.actors.engine import Chunk, Completion, Engine, Grammar, RequestStats, Sampling
 
 if (
     sys.argv[:1] == ["-m"]  # so it is while Python looks for the module to run
@@ -25,7 +25,7 @@ if (
     # PYTHONPATH: a model's folder may hold a tokenizers.py.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
 
-__all__ = ["Chunk", "Completion", "Engine", "RequestStats", "Sampling"]
+__all__ = ["Chunk", "Completion", "Engine", "Grammar", "RequestStats", "Sampling"]
 
 
 def __getattr__(name: str) -> object:

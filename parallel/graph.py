@@ -62,6 +62,10 @@ class Graphs:
         replay()
         return outputs
 
+    def is_eager(self, key: Hashable) -> bool:
+        """Whether the work could not be captured, so that it makes new tensors each time."""
+        return key in self._eager
+
     def _capture(self, key: Hashable, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         capture = self._device.capture or _capture_cuda
         try:

@@ -168,6 +168,8 @@ class SamplingFeatures:
     """Some row has top_k, top_p or min_p."""
     edited: bool = False
     """Some row has its logits edited."""
+    masked: bool = False
+    """Some row has a grammar, which allows some of the ids only."""
     logprobs: int | None = None
     """So many likeliest ids of some row are reported with their log probabilities, beside the token
     itself; None where no row reports any."""
@@ -204,6 +206,11 @@ class SlotSampling:
     and how often the answer holds it (parallel/sampling.py: IN_PROMPT, BANNED, COUNT_SHIFT)."""
     bias: Tensor
     """[S, v] float32: what is added to the logits."""
+    masked: Tensor
+    """[S] bool: whether the slot has a grammar. Where it has none, its masks are stale."""
+    masks: Tensor
+    """[S, X, ceil(v / 32)] int32: the ids of this rank that may follow in each row of the target,
+    one bit an id, the lowest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

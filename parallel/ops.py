@@ -291,14 +291,16 @@ class Ops:
 
         hidden [B, R, H]; head, scales and first_id as in head_ids. -> ids [B, R] int64, the same on
         every rank. With features.logprobs, ids and log probabilities of the unedited logits follow
-        (sampling.log_probs), [B, R, 1 + n]. Without `exact` the filters are replaced by a
-        cheaper one (sampling.near_top): for drafts, which the target judges.
+        (sampling.log_probs), [B, R, 1 + n]. Without `exact` the filters are replaced by a cheaper
+        one (sampling.near_top), and masks do not count: for drafts, which the target judges.
         """
         logits = self.head_logits(hidden, head, scales).float()
         num_slots, num_rows, width = logits.shape
         edited = logits
         if features.edited:
             edited = sampling.edit(logits, rows, by_slot, first_id)
+        if features.masked and exact:
+            edited = sampling.mask(edited, rows.slots, by_slot)
         slots = rows.slots.repeat_interleave(num_rows)
         x = edited.flatten(0, 1) * by_slot.scale[slots].unsqueeze(1)
         noised = x

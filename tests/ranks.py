@@ -38,6 +38,7 @@ class Output:
     iterations: int = 0
     kept: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    error: str = ""
 
 
 class BlockAllocator:
@@ -68,6 +69,7 @@ class BlockAllocator:
         for p in progress:
             out = self.outputs[p.request]
             assert out.finish is None
+            assert not out.error
             out.tokens += p.tokens
             out.logprobs += p.logprobs
             out.drafted += p.drafted
@@ -75,8 +77,8 @@ class BlockAllocator:
             out.iterations += p.verified
             if p.verified:
                 out.kept.append(p.accepted + 1)
-            if p.finish:
-                out.finish = p.finish
+            if p.finish or p.error:
+                out.finish, out.error = p.finish, p.error
                 self.free += self.held.pop(p.request)
                 ended.append(p.slot)
         return ended

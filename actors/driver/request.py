@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
 from outrider.actors.driver.stop_strings import StopStrings
+from outrider.actors.errors import RequestFailedError
 from outrider.model.step import Progress, Sampling
 
 
@@ -99,6 +100,9 @@ class Request:
         last token that counts are not in the answer, so they do not count as accepted.
         """
         assert not self.ended, f"request {self.number} has ended and got more tokens"
+        if progress.error:
+            self.fail(RequestFailedError(f"request {self.number} failed: {progress.error}"))
+            return progress
         count, finish = len(progress.tokens), progress.finish
         if self._stop_strings is not None:
             count, finish = self._scan(self._stop_strings, progress.tokens, finish)

@@ -163,7 +163,8 @@ class Scheduler:
             assert request.slot == progress.slot, f"{progress} is not of slot {request.slot}"
             self._accept(request, progress)
             if request.ended:
-                self._free(request, ranks_know=progress.finish is not None)
+                known = progress.finish is not None or bool(progress.error)
+                self._free(request, ranks_know=known)
             changed[request.number] = request
         return list(changed.values())
 

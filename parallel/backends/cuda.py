@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -163,7 +164,7 @@ class CudaOps(Ops):
         if group.size > 1 and buffers is None:
             how = (rows, by_slot, features)
             return super().pick_ids(hidden, head, scales, first_id, group, *how, exact=exact)
-        if features.filtered or features.edited or features.logprobs is not None:
+        if replace(features, drawn=False) != SamplingFeatures():
             logits = self.head_logits(hidden, head, scales)
             return sampling.pick_ids(
                 logits, first_id, buffers, rows, by_slot, features.logprobs, exact=exact

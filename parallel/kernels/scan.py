@@ -58,7 +58,8 @@ def scan(
 ) -> Scanned:
     """The first pass over the logits [N, v] of all rows, of which there is one at least.
 
-    exact: the rows are the target's, not drafts; reports: some of them report log probabilities.
+    exact: the rows are the target's, which have masks, not drafts; reports: some of them report log
+    probabilities.
     """
     (num_rows, width), where = logits.shape, logits.device
     pieces, per_slot = triton.cdiv(width, PIECE), num_rows // len(rows.slots)
@@ -73,9 +74,10 @@ def scan(
     _scan_kernel[(pieces, num_rows)](
         logits, *made, *settings_of(rows, by_slot), by_slot.scale, by_slot.edited,
         by_slot.repetition, by_slot.frequency, by_slot.presence, by_slot.banned_until,
-        by_slot.history, by_slot.bias, rows.slots if drafts is None else drafts,
+        by_slot.history, by_slot.bias, by_slot.masked, by_slot.masks,
+        rows.slots if drafts is None else drafts,
         per_slot, first_id, width, logits.stride(0), rows.shift,
-        0 if drafts is None else drafts.shape[1],
+        0 if drafts is None else drafts.shape[1], *by_slot.masks.shape[1:],
         EXACT=exact, REPORTS=reports, PIECE=PIECE, TILE=TILE, **EXACT_SUMS, **overlapped(logits),
     )  # fmt: skip
     return made
@@ -138,12 +140,12 @@ def is_filtered(slot, drawn, top_k, top_p, log_min_p):
     return tl.load(drawn + slot) & some
 
 
-@triton.jit(do_not_specialize=["R", "first_id", "shift", "num_drafts"])
+@triton.jit(do_not_specialize=["R", "first_id", "shift", "num_drafts", "num_masks"])
 def _scan_kernel(
     logits, x, tiles, raw_tiles, best,
     slots, last, seed, drawn, top_k, top_p, log_min_p, reported,
-    scale, edited, repetition, frequency, presence, banned_until, history, bias, drafts,
-    R, first_id, width, stride, shift, num_drafts,
+    scale, edited, repetition, frequency, presence, banned_until, history, bias, masked, masks,
+    drafts, R, first_id, width, stride, shift, num_drafts, num_masks, words,
     EXACT: tl.constexpr, REPORTS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -171,6 +173,11 @@ def _scan_kernel(
         value = value + tl.load(bias + table, mask=inside, other=0.0)
         banned = ((marks & BAN_BIT) > 0) & (position < tl.load(banned_until + slot))
         value = tl.where(banned, float("-inf"), value)
+    if EXACT:  # noqa: SIM102 (Triton)
+        if tl.load(masked + slot):
+            mask = masks + (slot * num_masks + row % R) * words
+            word = tl.load(mask + (at >> 5), mask=inside, other=0)
+            value = tl.where(((word >> (at & 31)) & 1) == 0, float("-inf"), value)
     value = value * tl.load(scale + slot)
     tl.store(x + row * width + at, value, mask=inside)
     each = tl.arange(0, PIECE // TILE)

@@ -136,7 +136,7 @@ def test_edits_are_those_done_by_hand_and_neutral_slots_keep_every_bit(ranks: in
     )
     for rank, part in enumerate(logits.split(50 // ranks, -1)):
         device = open_device("cpu", 0, threads(ranks)[rank] if ranks > 1 else alone())
-        memory = SamplingMemory(4, 50, device)
+        memory = SamplingMemory(4, 1, 50, device)
         memory.reset(join)
         for token in emitted:  # the second of two tokens was not kept
             one = torch.tensor([2]), torch.tensor([[token, 11]]), torch.tensor([1])
@@ -232,7 +232,7 @@ def test_values_out_of_range_are_named(name: str, value: object) -> None:
 
 
 def test_every_allowed_edit_is_made() -> None:
-    memory = SamplingMemory(1, 500, open_device("cpu", 0, alone()))
+    memory = SamplingMemory(1, 1, 500, open_device("cpu", 0, alone()))
     sampling = Sampling(
         min_tokens=4, logit_bias=tuple((i, 1.0) for i in range(MAX_LOGIT_BIAS)),
         stop_ids=tuple(range(MAX_LOGIT_BIAS, MAX_LOGIT_BIAS + MAX_STOP_IDS)),

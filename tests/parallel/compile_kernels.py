@@ -178,6 +178,7 @@ def sampled(batch: int, num_rows: int) -> None:
         log_min_p=torch.zeros(9), reported=flags(9), edited=flags(9), repetition=torch.zeros(9),
         frequency=torch.zeros(9), presence=torch.zeros(9), banned_until=ints(9),
         history=torch.zeros(9, width, dtype=torch.int32), bias=torch.zeros(9, width),
+        masked=flags(9), masks=torch.zeros(9, X, width // 32, dtype=torch.int32),
     )  # fmt: skip
     sequence = torch.zeros(256, dtype=torch.int32)
     buffers = OneShotBuffers(ints(2, 2, 256, 2560), ints(2), sequence, 0, 2)

@@ -6,8 +6,10 @@ GPUs tests/actors/test_gpu.py compares two ranks with one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ ROWS = 8
 
 def memory_of(settings: list[Sampling], width: int, group: Group | None = None) -> SamplingMemory:
     where = Device(torch_device=torch.device(DEVICE), ops=Ops(), tp=group or alone())
-    memory = SamplingMemory(len(settings), width, where)
+    memory = SamplingMemory(len(settings), 2, width, where)
     for slot, how in enumerate(settings):
         end_ids = [1, 2, 3, 4]
         memory.reset(
@@ -113,6 +115,34 @@ def test_every_kind_of_row_is_picked_as_defined(dtype, num_rows, spread) -> None
     reported = memory.by_slot.reported[rows.slots]
     assert torch.equal(got[1][reported], want[1][reported])
     torch.testing.assert_close(got[2][reported], want[2][reported], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [WIDE, 2100])
+def test_masks_forbid_ids_as_defined(width: int) -> None:
+    """Every other slot has a grammar: it allows half of the ids, or a single one. The masks of the
+    other slots are stale, and so is all that drafts could read of them."""
+    memory, rows = memory_of(SETTINGS, width), rows_of(len(SETTINGS), 2, shift=0)
+    logits = rand(len(SETTINGS), 2, width).to(DEVICE)
+    bits = rand(len(SETTINGS), 2, width).gt(0).numpy().astype("uint8")
+    bits[2, 1], bits[2, 1, width - 1], bits[4, 0], bits[4, 0, 33] = 0, 1, 0, 1
+    for slot in range(len(SETTINGS)):
+        memory.set_masks(slot, np.packbits(bits[slot], axis=1, bitorder="little"))
+    memory.by_slot.masked[::2] = True
+    how = (rows, memory.by_slot)
+    got, *_ = sampling.pick_ids(logits, 0, None, *how, 20, exact=True)
+    want, *_ = by_definition(logits, rows, memory, replace(EVERYTHING, masked=True))
+    plain, *_ = by_definition(logits, rows, memory, EVERYTHING)
+    assert torch.equal(got, want)
+    constrained = (rows.slots % 2 == 0).tolist()
+    for index, slot in enumerate(rows.slots.tolist()):
+        for row in range(2):
+            assert not constrained[index] or bits[slot, row, int(got[index, row])]
+        assert constrained[index] or torch.equal(got[index], plain[index])
+    assert (got != plain).any()
+    drafts, *_ = sampling.pick_ids(logits, 0, None, *how, None, exact=False)
+    memory.by_slot.masked[:] = False
+    free, *_ = sampling.pick_ids(logits, 0, None, *how, None, exact=False)
+    assert torch.equal(drafts, free)
 
 
 def one_rank(rank: int, received: list[Tensor], queue: Any) -> None:

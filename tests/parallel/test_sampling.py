@@ -78,7 +78,7 @@ def pick_rows(
 
     def on_rank(group: Group) -> Tensor:
         device = open_device("cpu", 0, group)
-        memory = SamplingMemory(num_slots, width, device)
+        memory = SamplingMemory(num_slots, logits.shape[1], width, device)
         for slot, how in enumerate(samplings):
             join = Join(slot=slot, request=slot, tokens=[1], pages=[], sampling=how)
             memory.reset(msgspec.structs.replace(join, end_ids=list(end_ids)))
