@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from outrider.actors.driver.grammars import GrammarChecker
 from outrider.actors.driver.handle import Handle
 from outrider.actors.driver.messages import Completion, GenerationRequest
 from outrider.actors.driver.request import Detokenizer, Request
@@ -22,7 +23,7 @@ from outrider.actors.driver.scheduler import Limits, Scheduler
 from outrider.actors.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError
 from outrider.actors.ranks.group import Ranks
 from outrider.actors.ranks.messages import Commands
-from outrider.model.step import Join, Leave, Sampling, StepEvent
+from outrider.model.step import Grammar, Join, Leave, Sampling, StepEvent
 
 log = logging.getLogger(__name__)
 COMMAND_TOKENS = 1 << 20
@@ -58,6 +59,7 @@ class Driver:
         self._handles: dict[int, Handle] = {}
         """Of unfinished requests, by number."""
         self._keys: dict[str, int] = {}
+        self._grammars = GrammarChecker()
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Future[None] | None = None
         self._dead: EngineDeadError | None = None
@@ -101,6 +103,20 @@ class Driver:
         self._num_steps, self._started_s = 0, time.monotonic()
         self._step_s = self._busy_s = 0.0
 
+    async def check_grammar(self, grammar: Grammar | None) -> None:
+        """RequestError for a grammar that no answer can be held to here, within a second.
+
+        To be called before `submit`, which does not wait: a grammar that the ranks cannot compile
+        then ends its request with RequestFailedError, and may hold up the others.
+        """
+        if grammar is None:
+            return
+        if self.text is None or not self.limits.eos_ids:
+            raise RequestError(
+                "sampling.grammar: it needs a checkpoint with a tokenizer and an EOS token"
+            )
+        await self._grammars.check(grammar)
+
     def submit(self, asked: GenerationRequest, changed: asyncio.Event | None = None) -> Handle:
         """Queue a request. RequestError or EngineDeadError at once.
 
@@ -142,14 +158,19 @@ class Driver:
     async def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         """All answers, in order. Nothing runs when one of the requests is refused."""
         handles: list[Handle] = []
+        checked = 0
         try:
+            for one in asked:
+                await self.check_grammar(one.sampling.grammar)
+                checked += 1
             for one in asked:
                 handles.append(self.submit(one))
             return list(await asyncio.gather(*(handle.result() for handle in handles)))
         except RequestError as error:
             if len(asked) == 1:
                 raise
-            where = f"prompt {len(handles) + 1} of {len(asked)}"
+            index = len(handles) if checked == len(asked) else checked
+            where = f"prompt {index + 1} of {len(asked)}"
             raise type(error)(f"{where}: {error}") from None
         finally:
             for handle in handles:
@@ -293,4 +314,5 @@ class Driver:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._grammars.close()
         await end_ranks()

@@ -74,6 +74,7 @@ class DriverServer:
                         stats = self._driver.stats() | self._about()
                         self._connection.send(Stats(call.call, stats))
                     case Stream(request=request):
+                        await self._driver.check_grammar(request.sampling.grammar)
                         async for chunk in self._driver.submit(request):
                             self._connection.send(Streamed(call.call, chunk))
                     case Generate(requests=requests):
