@@ -75,15 +75,17 @@ def compiled(grammar: Grammar, trie: llguidance.LLTokenizer) -> llguidance.LLMat
         matcher = llguidance.LLMatcher(trie, source_of(grammar), log_level=0, limits=LIMITS)
     except ValueError as error:
         raise GrammarError(str(error)) from None
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise GrammarError(_reason(matcher))
+    _mask_of(matcher)
     return matcher
 
 
-def _reason(matcher: llguidance.LLMatcher) -> str:
-    return matcher.get_error().removesuffix("<non-verbose/>").strip()
+def _mask_of(matcher: llguidance.LLMatcher) -> np.ndarray:
+    """The ids that may follow [bytes] uint8, as LookAhead.masks. GrammarError where none can."""
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    if matcher.is_error() or not mask.any():
+        reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        raise GrammarError(reason or "no token can follow")
+    return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +138,11 @@ class Matcher:
         return LookAhead(taken, np.stack(masks))
 
     def _mask(self, matcher: llguidance.LLMatcher) -> np.ndarray:
-        """The ids that may follow [bytes] uint8: the first EOS where only an end can follow."""
-        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        if matcher.is_error():
-            raise GrammarError(_reason(matcher))
+        """_mask_of, with the first EOS alone where only an end can follow."""
+        mask = _mask_of(matcher)
         ends = np.zeros_like(mask)
         for token in self._eos_ids:
             ends[token // 8] |= 1 << (token % 8)
-        if not mask.any():
-            raise GrammarError("no token can follow")
         if not (mask & ~ends).any():
             mask = np.zeros_like(mask)
             mask[self._eos_ids[0] // 8] = 1 << (self._eos_ids[0] % 8)
@@ -210,10 +208,7 @@ def _trie_of(model_dir: Path, vocab_size: int, eos_ids: tuple[int, ...]) -> llgu
 def _follow(matcher: llguidance.LLMatcher, eos_ids: Sequence[int]) -> None:
     """Take the lowest id that may follow, a few times: some grammars explode behind their start."""
     for _ in range(TRIED_TOKENS):
-        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        if matcher.is_error():
-            raise GrammarError(_reason(matcher))
-        token = int(np.unpackbits(mask, bitorder="little").argmax())
+        token = int(np.unpackbits(_mask_of(matcher), bitorder="little").argmax())
         if token in eos_ids:
             return
         matcher.consume_token(token)

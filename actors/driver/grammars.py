@@ -89,7 +89,7 @@ class GrammarChecker:
 
 
 def _refusal(grammar: Grammar, why: str) -> RequestError:
-    return RequestError(f"sampling.grammar, a {grammar.kind}: {why}")
+    return RequestError(f"sampling.grammar ({grammar.kind}): {why}")
 
 
 async def _line(process: Process, limit_s: float) -> str:

@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from outrider.actors.http.fields import changes_nothing, neutral_values
+from outrider.actors.http.structured import Structured
 from outrider.model.step import MAX_DRAFT_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 16, 256, 64
@@ -226,7 +227,7 @@ class Speculation(Body):
     draft_tokens: Annotated[Whole, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
-class Settings(Body):
+class Settings(Structured, Body):
     """What completions and chats have in common."""
 
     model: str | None = None
@@ -286,6 +287,7 @@ class Settings(Body):
             "logprobs": self.num_logprobs,
             "stop_ids": tuple(self.stop_token_ids or ()),
             "draft_tokens": self.speculation.draft_tokens,
+            "grammar": self.grammar,
         }
         first = self.seed
         seeds = (None if first is None else (first + i) & MAX_SEED for i in range(self.n))
@@ -298,6 +300,9 @@ class Settings(Body):
         if None not in both and len(both) == 2:
             why = "max_tokens and max_completion_tokens differ: give one"
             raise ApiError(400, why, param="max_tokens")
+        ends = {"min_tokens": self.min_tokens > 0, "ignore_eos": self.ignore_eos}
+        if conflict := self.grammar_conflict(ends):
+            raise ApiError(400, conflict[1], param=conflict[0])
         most = self.max_answer_tokens
         if most is not None and self.min_tokens > most:
             why = f"min_tokens = {self.min_tokens}: more than max_tokens = {most}"

@@ -222,6 +222,12 @@ class Endpoints:
         """All choices of all prompts, or none."""
         changed, handles, limits = asyncio.Event(), [], self._driver.limits
         try:
+            await self._driver.check_grammar(body.grammar)
+        except RequestError as error:
+            (name,) = body.grammar_fields
+            why = str(error).replace("sampling.grammar", name, 1)
+            raise ApiError(400, why, param=name) from None
+        try:
             self._driver.check_queue(len(prompts) * body.n)
             for prompt in prompts:
                 room = limits.room_for(len(prompt))

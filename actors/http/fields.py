@@ -35,7 +35,6 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "logits_processors": ([],),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
         "suffix": ("",),
         "tool_choice": ("none", "auto"),
         "tools": ([],),

@@ -7,9 +7,12 @@ than the engine that was asked directly. Every case changes the answer, so dropp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from outrider.model.step import Grammar
 
 MAX_TOKENS = 16
 NOT_OF_THE_ANSWER = {
@@ -45,7 +48,7 @@ def cases(plain: Sequence[int], text: str, eos: int) -> dict[str, Case]:
         """A field whose name and value are those of Sampling."""
         return Case(fields=base | setting, how=base | setting, without=base)
 
-    return {
+    return grammar_cases(greedy) | {
         "max_tokens": same(greedy, max_tokens=5),
         "temperature": same({"seed": 1}, temperature=0.7),
         "temperature's default": Case(
@@ -84,4 +87,37 @@ def cases(plain: Sequence[int], text: str, eos: int) -> dict[str, Case]:
             without=greedy,
             stop=("never in it", text[9:13]),
         ),
+    }
+
+
+def grammar_cases(base: dict[str, Any]) -> dict[str, Case]:
+    """The fields that hold an answer to a grammar; base: what every case asks for too."""
+
+    def held_to(
+        kind: Literal["json_schema", "regex", "choice", "grammar"], asked: Any, **fields: Any
+    ) -> Case:
+        """A field that holds the answer to a grammar; asked: that, in the field's own form."""
+        text = asked if isinstance(asked, str) else json.dumps(asked)
+        how = base | {"grammar": Grammar(kind, text)}
+        return Case(fields=base | fields, how=how, without=base)
+
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 4}
+    texts = ["yes, of course", "no, not at all"]
+    rules = 'root ::= "a" ("b" | " c")+ "."'
+    return {
+        "response_format": held_to(
+            "json_schema",
+            schema,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema, "strict": True},
+            },
+        ),
+        "structured_outputs": held_to(
+            "regex", "(no|yes), [a-z]{4}", structured_outputs={"regex": "(no|yes), [a-z]{4}"}
+        ),
+        "guided_json": held_to("json_schema", schema, guided_json=schema),
+        "guided_regex": held_to("regex", "[0-9]{5}", guided_regex="[0-9]{5}"),
+        "guided_choice": held_to("choice", texts, guided_choice=texts),
+        "guided_grammar": held_to("grammar", rules, guided_grammar=rules),
     }

@@ -54,7 +54,7 @@ def test_the_reason_names_what_is_wrong() -> None:
         for _ in range(2):  # the second time it is remembered
             why = await refused(checker, schema)
             assert why == (
-                'sampling.grammar, a json_schema: Unimplemented keys: ["contains", "uniqueItems"]'
+                'sampling.grammar (json_schema): Unimplemented keys: ["contains", "uniqueItems"]'
             )
         assert "unclosed group" in await refused(checker, Grammar("regex", "(a"))
         await checker.check(GOOD)
