@@ -1,16 +1,17 @@
-"""The faults of tests/mutants.py in how tokens are picked: noise, kept sets, edits, drafts that are
-drawn. Those of everything else, and what a fault is, stand in tests/faults.py.
+"""The faults of tests/mutants.py in how tokens are picked: noise, kept sets, edits, grammars,
+drafts that are drawn. Those of everything else, and what a fault is, stand in tests/faults.py.
 """
 
 from __future__ import annotations
 
-from tests.faults import EDITS, EXECUTOR, OPS, Fault
+from tests.faults import EDITS, EXECUTOR, OPS, RUNNER, Fault
 
 SAMPLING = "parallel/sampling.py"
 NOISE = "tests/parallel/test_noise.py::test_"
 PICKS = "tests/parallel/test_sampling.py::test_"
 BY_HAND = PICKS + "tokens_are_those_picked_by_hand_on_any_number_of_ranks"
 CHI_SQUARE = PICKS + "draws_have_the_probabilities_of_the_renormalised_softmax"
+GRAMMARS, GRAMMAR = "tests/model/test_grammar.py::test_", "model/grammar.py"
 SAMPLED = "tests/model/test_sampled.py::test_"
 
 SAMPLING_FAULTS = (
@@ -132,5 +133,61 @@ SAMPLING_FAULTS = (
         "logits.flatten(0, 1), tokens, features.logprobs",
         "edited.flatten(0, 1), tokens, features.logprobs",
         EDITS + "log_probabilities_are_the_models_own_with_and_without_drafts[0.0]",
+    ),
+    Fault(
+        "every row has the mask of the first",
+        SAMPLING,
+        "sampling.masks[slots, : logits.shape[1]]",
+        "sampling.masks[slots, :1].expand(-1, logits.shape[1], -1)",
+        GRAMMARS + "answers_are_valid_and_the_same_with_drafts[regex-0.0]",
+    ),
+    Fault(
+        "first token without its mask",
+        RUNNER,
+        "self._allow(request, [], 0)",
+        "pass",
+        GRAMMARS + "answers_are_valid_and_the_same_with_drafts[regex-0.0]",
+    ),
+    Fault(
+        "drafts that a grammar forbids are verified",
+        RUNNER,
+        "limits[index] = len(allowed)",
+        "pass",
+        GRAMMARS + "an_illegal_draft_is_cut_with_all_behind_it[1]",
+    ),
+    Fault(
+        "what a grammar forces is left to the draft",
+        GRAMMAR,
+        "drafts[len(taken)] if forced is None else forced",
+        "drafts[len(taken)]",
+        GRAMMARS + "what_the_grammar_forces_is_accepted_as_a_whole",
+    ),
+    Fault(
+        "grammar moved on by the first token of a step alone",
+        "model/running.py",
+        "request.matcher.commit(tokens)",
+        "request.matcher.commit(tokens[:1])",
+        GRAMMARS + "what_the_grammar_forces_is_accepted_as_a_whole",
+    ),
+    Fault(
+        "an iteration does not wait for the first token of a request with a grammar",
+        "model/running.py",
+        "and not (r.matcher is not None and r.in_flight)",
+        "",
+        GRAMMARS + "answers_are_valid_and_the_same_with_drafts[regex-0.0]",
+    ),
+    Fault(
+        "steps of requests with grammars are read late",
+        RUNNER,
+        "(0 if self.slots.constrained else self.run_ahead)",
+        "self.run_ahead",
+        GRAMMARS + "where_nothing_may_run_ahead_each_step_brings_tokens",
+    ),
+    Fault(
+        "a grammar looks ahead with the matcher of its request",
+        GRAMMAR,
+        "self._matcher.deep_copy(), []",
+        "self._matcher, []",
+        GRAMMARS + "an_illegal_draft_is_cut_with_all_behind_it[3]",
     ),
 )

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from outrider.model.batch import DecodeBatch
+from outrider.model.config import Ablation
 from outrider.model.executor import RunPiece
 from outrider.model.grammar import GrammarError, Grammars, compiled
 from outrider.model.runner import Runner
 from outrider.model.sampling import SamplingMemory
-from outrider.model.step import MAX_GRAMMAR_CHARS, Grammar, Join, Leave, Sampling
+from outrider.model.step import MAX_GRAMMAR_CHARS, Grammar, Join, Leave, Progress, Sampling
 from outrider.model.text import Tokenizer
 from outrider.model.warmup import warm_up
 from outrider.parallel.devices import open_device
@@ -261,6 +262,56 @@ def test_graphs_and_devices_that_run_ahead_change_nothing(
         same(out, teams[0].generate([(prompt, sampling)])[0])
     assert keys() == captured
     assert sum(out.accepted for out in outs) > 0
+
+
+def test_where_nothing_may_run_ahead_each_step_brings_tokens(tokenizer: Tokenizer) -> None:
+    team = Team(TINY, draft_tokens=2, dtype="float32")
+    (runner,) = team.runners
+    runner.run_ahead, step, num_steps = 1, runner.step, 0
+
+    def counted() -> list[Progress]:
+        nonlocal num_steps
+        num_steps += 1
+        return step()
+
+    runner.step = counted  # type: ignore[method-assign]
+    (out,) = team.generate([(tokenizer.encode(PROMPTS[0]), how(GRAMMARS["regex"]))])
+    assert out.iterations > 2
+    assert num_steps == out.iterations + 1, "the first is that of the prompt"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafter": "lookup"},
+        {"drafter": "both", "draft_body": "sharded", "tensor_parallel": 2},
+        {"ablation": Ablation(sync_each_draft=True)},
+        {"auto_depth": True},
+    ],
+)
+def test_however_drafts_are_made_the_answer_is_the_same(
+    teams: dict[int, Team], tokenizer: Tokenizer, changes: dict
+) -> None:
+    """With auto_depth the plan changes how many there are, down to none."""
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    settings = [how(GRAMMARS["grammar"], temperature=0.8), how(GRAMMARS["regex"]), how(None)]
+    team = Team(TINY, draft_tokens=3, dtype="float32", **changes)
+    depths = iter([3, 0, 0, 1, 2] * 40)
+
+    def work(runner: Runner) -> list[Output]:
+        step = runner.step
+
+        def limited() -> list[Progress]:
+            runner.limit_drafts(next(depths))
+            return step()
+
+        if team.run_config.auto_depth:
+            runner.step = limited  # type: ignore[method-assign]
+        return serve(runner, list(zip(prompts, settings)), stagger=1)
+
+    for prompt, sampling, out in zip(prompts, settings, team.each(work)[0]):
+        same(out, teams[0].generate([(prompt, sampling)])[0])
+        assert out.drafted > 0
 
 
 def test_each_rank_gets_its_slice_of_a_mask() -> None:

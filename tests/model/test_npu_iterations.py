@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.model.config import Ablation, ConfigError
-from outrider.model.step import Sampling
+from outrider.model.step import Grammar, Sampling
 from outrider.model.warmup import warm_up
 from outrider.parallel.device import Device
 from tests.npu import open_fake
@@ -84,6 +84,19 @@ def test_a_trained_draft_is_accepted_as_on_the_cpu(repo, monkeypatch) -> None:
     assert team.generate(requests, stagger=1) == want
     assert len({kept for out in want for kept in out.kept}) >= 3
     assert replays(team) > 5
+
+
+def test_grammars_are_kept_as_on_the_cpu(repo, monkeypatch) -> None:
+    """Their iterations run uncaptured, between replays of those without a grammar."""
+    ends = {"stop_ids": (0, 2), "max_tokens": 24}
+    held = Sampling(grammar=Grammar("regex", r"[a-z]{9,20}\(x, [0-9]{1,3}\)"), **ends)
+    requests = [([6, 200, 31], Sampling(**ends)), ([90, 8], held), ([31, 57], held)]
+    keys = {"draft_tokens": 3, "page_tokens": PAGE, "num_pages": 16, "tensor_parallel": 2}
+    want = Team(repo / "examples" / "tiny", **keys).generate(requests, stagger=5)
+    team = npu_team(repo / "examples" / "tiny", monkeypatch, **keys)
+    assert team.generate(requests, stagger=5) == want
+    assert sum(out.accepted for out in want[1:]) > 0
+    assert replays(team) > 0
 
 
 @pytest.mark.parametrize("old", ["no_graph", "sync_each_draft"])
