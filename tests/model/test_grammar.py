@@ -135,6 +135,35 @@ def test_answers_are_valid_and_the_same_with_drafts(
             assert (len(out.tokens), out.finish) == (60, "length")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_fifty_prompts_of_each_kind(tokenizer: Tokenizer, kind: str, temperature: float) -> None:
+    """Every answer that ends is valid; one that max_tokens cut is the beginning of a valid one."""
+    words = (TINY / "held_out.txt").read_text("utf-8").split()
+    prompts = [tokenizer.encode(" ".join(words[4 * i : 4 * i + 9])) for i in range(50)]
+    sampling = how(GRAMMARS[kind], temperature=temperature, max_tokens=100)
+    keys: dict = {"dtype": "float32", "max_slots": 8, "num_pages": 300}
+    on, off = (Team(TINY, draft_tokens=k, **keys) for k in (4, 0))
+    outs = on.generate([(prompt, sampling) for prompt in prompts])
+    ended = 0
+    for out, alone in zip(outs, off.generate([(prompt, sampling) for prompt in prompts])):
+        same(out, alone)
+        if out.finish == "stop":
+            ended += 1
+            assert is_valid(kind, tokenizer.decode(out.tokens))
+        else:
+            matcher = Grammars(TINY, 4096, EOS).matcher(GRAMMARS[kind])
+            for token in out.tokens:
+                row = matcher.look_ahead([], 0).masks[0]
+                assert row[token // 8] >> (token % 8) & 1
+                matcher.commit([token])
+    drafted, accepted = sum(o.drafted for o in outs), sum(o.accepted for o in outs)
+    print(f"{kind} at {temperature}: {ended} of 50 ended, {accepted} of {drafted} accepted")
+    assert ended >= 20
+    assert accepted > 0
+
+
 def test_what_the_grammar_forces_is_accepted_as_a_whole(
     teams: dict[int, Team], tokenizer: Tokenizer
 ) -> None:
