@@ -133,11 +133,14 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         stop: Sequence[str] = (),
+        include_stop: bool = False,
+        show_special: bool = False,
     ) -> list[Completion]:
         """Answer prompts (text or token ids) together; returns in their order.
 
         sampling: one for all, or one each; None: the model's defaults, 16 tokens. stop: texts that
-        end an answer, before them.
+        end an answer, before them, or with include_stop after them. show_special: special tokens
+        have text.
         RequestError when one can never be answered (then none is), EngineDeadError when the ranks
         die.
         """
@@ -145,7 +148,12 @@ class Engine:
         settings = _as_samplings(sampling, len(texts))
         requests = [
             GenerationRequest(
-                prompt=prompt, sampling=one, key=secrets.token_hex(8), stop=tuple(stop)
+                prompt=prompt,
+                sampling=one,
+                key=secrets.token_hex(8),
+                stop=tuple(stop),
+                include_stop=include_stop,
+                show_special=show_special,
             )
             for prompt, one in zip(texts, settings, strict=True)
         ]

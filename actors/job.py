@@ -32,7 +32,9 @@ from outrider.actors.driver.assembly import limits_of
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.engine import Engine
 from outrider.actors.errors import RequestError
-from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings, parse
+from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings
+from outrider.actors.http.parsing import parse
+from outrider.actors.http.prompts import banned_ids, chat_text
 from outrider.actors.http.responses import usage_of
 from outrider.actors.options import EXIT_CODES, Config, Model, Sets, config_file, overrides
 from outrider.model.config import ConfigError
@@ -41,7 +43,7 @@ from outrider.model.text import Tokenizer
 SOME_REFUSED = 3
 REPORT_S = 5.0
 """Seconds between two lines on the progress of the file."""
-SERVER_ONLY = {"stream": False, "n": 1, "echo": False}
+SERVER_ONLY = {"stream": False, "n": 1, "best_of": 1, "echo": False}
 """Fields of a body that mean nothing for a line of a file, with the values that ask for nothing."""
 RECORD_START = '{"id": "'
 """How every line of our output begins: what a killed run left of its last line begins so too."""
@@ -78,8 +80,15 @@ class JobRunner:
         try:
             body, prompt = self._read(line)
             room = self._limits.room_for(len(prompt))
-            (sampling,) = body.samplings(room, self._limits.sampling_defaults)
-            (done,) = self._engine.generate(prompt, sampling, stop=body.stops)
+            banned = self._banned_ids(body)
+            (sampling,) = body.samplings(room, self._limits.sampling_defaults, banned)
+            (done,) = self._engine.generate(
+                prompt,
+                sampling,
+                stop=body.stops,
+                include_stop=body.include_stop_str_in_output,
+                show_special=not body.skip_special_tokens,
+            )
         except (ApiError, RequestError, ConfigError) as problem:
             return {"id": line.id, "error": str(problem)}
         record: dict[str, Any] = {
@@ -103,17 +112,30 @@ class JobRunner:
             chat = parse(ChatBody, data)
             if self._tokenizer is None:
                 raise ApiError(400, "messages: this checkpoint has no tokenizer")
-            values = chat.chat_template_kwargs or {}
-            return chat, self._tokenizer.apply_chat_template(chat.conversation(), **values)
+            return chat, self._cut(chat, self._tokenizer.encode(chat_text(self._tokenizer, chat)))
         body = parse(CompletionBody, data)
         prompts = body.prompt
         if len(prompts) != 1:
             raise ApiError(400, f"prompt: {len(prompts)} prompts; a line has one")
         if isinstance(prompts[0], list):
-            return body, prompts[0]
+            return body, self._cut(body, prompts[0])
         if self._tokenizer is None:
             raise ApiError(400, "prompt: this checkpoint has no tokenizer: give token ids")
-        return body, self._tokenizer.encode(prompts[0])
+        return body, self._cut(body, self._tokenizer.encode(prompts[0]))
+
+    def _cut(self, body: Settings, prompt: list[int]) -> list[int]:
+        """What truncate_prompt_tokens leaves of a prompt."""
+        if body.max_answer_tokens == 0:
+            raise ApiError(400, "max_tokens = 0: not for a line of a file")
+        kept = body.kept_prompt_tokens(self._limits.max_model_len)
+        return prompt[-kept:] if kept else prompt
+
+    def _banned_ids(self, body: Settings) -> tuple[int, ...]:
+        if not body.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise ApiError(400, "bad_words: this checkpoint has no tokenizer")
+        return banned_ids(self._tokenizer, body.bad_words)
 
 
 def read_lines(path: Path) -> list[InputLine]:

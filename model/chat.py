@@ -41,12 +41,14 @@ class GenerationTag(Extension):
 class ChatTemplate:
     """The chat template of a folder. ConfigError where there is none, and where it is malformed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, source: str | None = None) -> None:
+        """source: a template to be taken instead of the folder's."""
         self._folder = folder
         path = folder / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         file = folder / "chat_template.jinja"
-        source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        if source is None:
+            source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
         if not isinstance(source, str):
             raise ConfigError(f"{folder}: this checkpoint has no chat template")
         self._special_tokens = {
@@ -66,18 +68,47 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{folder}: the chat template cannot be read: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        values: Mapping[str, object],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """The text of a conversation, up to where the reply begins.
 
+        add_generation_prompt: whether a reply is begun. continue_final_message: whether the text
+        ends with that of the last message, for more of it, and nothing that closes it follows.
         values: variables of the template beside `messages`, `tools` and `documents` (there are
         none) and the special tokens. Raises ConfigError with what the template objects to.
         """
         nothing = {"tools": None, "documents": None}
         given = {**nothing, **self._special_tokens, **values, "messages": list(messages)}
         try:
-            return self._template.render(given, add_generation_prompt=True)
+            text = self._template.render(given, add_generation_prompt=add_generation_prompt)
         except TROUBLE as error:
             raise ConfigError(f"{self._folder}: the chat template refuses: {error}") from error
+        if not continue_final_message:
+            return text
+        open_text = _up_to(text, str(messages[-1]["content"]))
+        if open_text is None:
+            why = "the last message cannot be continued: the chat template writes it otherwise"
+            raise ConfigError(f"{self._folder}: {why}, or it is empty")
+        return open_text
+
+
+def _up_to(text: str, message: str) -> str | None:
+    """`text` up to the end of the last place where it holds `message`; None: nowhere.
+
+    Templates may strip the white space around a message. What of it stands behind is kept.
+    """
+    core = message.strip()
+    start = text.rfind(core) if core else -1
+    if start < 0:
+        return None
+    end, space = start + len(core), message[len(message.rstrip()) :]
+    return text[: end + len(space)] if text.startswith(space, end) else text[:end]
 
 
 def _refuse(message: str) -> NoReturn:

@@ -135,7 +135,7 @@ class SamplingMemory:
             self._reset_tables(join)
 
     def _reset_tables(self, join: Join) -> None:
-        """Count the prompt, and set bans and bias."""
+        """Count the prompt, and set bans and bias. What may not be said has a bias of -inf."""
         sampling, history, bias = join.sampling, self.history[join.slot], self.bias[join.slot]
         flags: dict[int, int] = dict.fromkeys(self._local(join.tokens), IN_PROMPT)
         for index in self._local(join.end_ids if sampling.min_tokens else ()):
@@ -144,8 +144,12 @@ class SamplingMemory:
         for token, value in sampling.logit_bias:
             for index in self._local((token,)):
                 added[index] = added.get(index, 0.0) + value
-        for table, values in ((history, flags), (bias, added)):
-            table.zero_()
+        if sampling.allowed_ids:
+            added = {index: added.get(index, 0.0) for index in self._local(sampling.allowed_ids)}
+        added |= dict.fromkeys(self._local(sampling.banned_ids), -math.inf)
+        rest = -math.inf if sampling.allowed_ids else 0.0
+        for table, values, filler in ((history, flags, 0), (bias, added, rest)):
+            table.fill_(filler)
             if values:
                 index = self._send(torch.tensor(list(values)))
                 table[index] = self._send(torch.tensor(list(values.values()), dtype=table.dtype))

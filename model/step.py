@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
+MAX_BANNED_IDS = 1024
 SMALLEST_TOP_P = 1e-6
 
 
@@ -39,9 +40,10 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request picks its tokens. ValueError names the field and the rule it breaks.
 
-    The logits are edited in this order: repetition, frequency and presence penalty, bias,
-    min_tokens. Then temperature, top_k, top_p and min_p apply. The token at a position is a
-    function of prompt, seed and position: drafts, batch and tensor parallelism do not change it.
+    The logits are edited in this order: repetition, frequency and presence penalty, bias, allowed
+    and banned ids, min_tokens. Then temperature, top_k, top_p and min_p apply. The token at a
+    position is a function of prompt, seed and position: drafts, batch and tensor parallelism do not
+    change it.
 
     None leaves temperature, top_k, top_p, min_p or repetition_penalty to the model: the driver puts
     in what its generation_config.json says (`with_defaults`). Where that says nothing either, None
@@ -69,6 +71,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     where it is below; 1 for neither."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and what is added to its logit."""
+    allowed_ids: tuple[int, ...] = ()
+    """The only token ids that the answer may hold; empty: all. EOS is none of them unless it is
+    named."""
+    banned_ids: tuple[int, ...] = ()
+    """Token ids that the answer never holds."""
     min_tokens: int = 0
     """No stop id, EOS or stop string ends the answer before it has this many tokens."""
     logprobs: int | None = None
@@ -140,9 +147,30 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "must be false with a grammar, whose answers end with EOS",
             ),
         )
-        for name, holds, rule in rules:
+        for name, holds, rule in rules + self._rules_of_ids():
             if not holds:
                 raise ValueError(f"sampling.{name} = {getattr(self, name)!r}: {rule}")
+
+    def _rules_of_ids(self) -> tuple[tuple[str, bool, str], ...]:
+        """Field, whether it keeps its rule, and the rule: of allowed_ids and banned_ids."""
+        return (
+            ("allowed_ids", all(i >= 0 for i in self.allowed_ids), "ids are 0 or more"),
+            (
+                "allowed_ids",
+                not self.allowed_ids or not set(self.allowed_ids) <= set(self.banned_ids),
+                "all of them are in banned_ids: one token must be left",
+            ),
+            (
+                "banned_ids",
+                len(self.banned_ids) <= MAX_BANNED_IDS and all(i >= 0 for i in self.banned_ids),
+                f"must hold at most {MAX_BANNED_IDS} token ids, 0 or more",
+            ),
+            (
+                "allowed_ids",
+                self.grammar is None or not (self.allowed_ids or self.banned_ids),
+                "not together with a grammar, nor banned_ids: no token might be left",
+            ),
+        )
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Sampling:
         """The same request, with values of `defaults` in fields that are None."""
@@ -154,7 +182,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether logits are changed before a token is picked from them."""
         repetition = self.repetition_penalty or 1.0
         neutral = (self.presence_penalty, self.frequency_penalty, repetition)
-        return neutral != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
+        ids = self.logit_bias or self.allowed_ids or self.banned_ids
+        return neutral != (0.0, 0.0, 1.0) or bool(ids) or self.min_tokens > 0
 
     @property
     def draws(self) -> bool:

@@ -124,27 +124,45 @@ class Tokenizer:
         )
         return max(map(len, vocabulary)) if keeps_text else None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return self._tokens.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of `ids`, without special tokens or with them."""
+        return self._tokens.decode(list(ids), skip_special_tokens=not special)
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens included; U+FFFD for a part of a character."""
         return self._tokens.decode([token], skip_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], /, **values: object
+        self, messages: Sequence[dict[str, str]], /, **values: Any
     ) -> list[int]:
         """Ids of a conversation, as `render_chat` writes it."""
         return self.encode(self.render_chat(messages, **values))
 
-    def render_chat(self, messages: Sequence[dict[str, str]], /, **values: object) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        /,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **values: object,
+    ) -> str:
         """Text of a conversation [{"role": ..., "content": ...}], up to where the reply begins.
 
+        chat_template replaces the checkpoint's; the two flags are those of ChatTemplate.render.
         values are variables of the template (`enable_thinking=False`, for example). Raises
         ConfigError when the checkpoint has no chat template or the template raises an error.
         """
-        return self._chat_template.render(messages, values)
+        template = self._chat_template
+        if chat_template is not None:
+            template = type(template)(self._folder, chat_template)
+        return template.render(
+            messages,
+            values,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     @functools.cached_property
     def _chat_template(self) -> ChatTemplate:
@@ -152,10 +170,10 @@ class Tokenizer:
 
         return ChatTemplate(self._folder)
 
-    def without_special(self, ids: Sequence[int]) -> list[int]:
-        """The ids that decode() makes text of: neither special nor unknown."""
-        text_of = self._tokens.id_to_token
-        return [id for id in ids if id not in self._special_ids and text_of(id) is not None]
+    def shown(self, ids: Sequence[int], *, special: bool = False) -> list[int]:
+        """The ids that decode() makes text of: not unknown, and special ones only where asked."""
+        text_of, hidden = self._tokens.id_to_token, () if special else self._special_ids
+        return [id for id in ids if id not in hidden and text_of(id) is not None]
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that a token stands for, special tokens included; b"" for an unknown id.
@@ -172,9 +190,10 @@ class Tokenizer:
                 self._bytes[token] = text.encode()
         return self._bytes[token]
 
-    def stream(self) -> ByteLevelDetokenizer | WindowDetokenizer:
-        """A detokenizer for the tokens of one request."""
-        return ByteLevelDetokenizer(self) if self._is_byte_level else WindowDetokenizer(self)
+    def stream(self, *, special: bool = False) -> ByteLevelDetokenizer | WindowDetokenizer:
+        """A detokenizer for the tokens of one request. special: special tokens have text too."""
+        kind = ByteLevelDetokenizer if self._is_byte_level else WindowDetokenizer
+        return kind(self, special=special)
 
 
 class ByteLevelDetokenizer:
@@ -184,13 +203,13 @@ class ByteLevelDetokenizer:
     character come out as U+FFFD at once.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that `ids` complete; "" while a character is unfinished."""
-        shown = self._tokenizer.without_special(ids)
+        shown = self._tokenizer.shown(ids, special=self._special)
         return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, shown)))
 
     def finish(self) -> str:
@@ -206,8 +225,8 @@ class WindowDetokenizer:
     ends in U+FFFD is held back for at most MAX_HELD_TOKENS tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
         self._last: list[int] = []
         """Tokens of the last piece."""
         self._held: list[int] = []
@@ -215,7 +234,8 @@ class WindowDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that `ids` complete; "" while a character may be unfinished."""
-        return "".join(map(self._push_one, self._tokenizer.without_special(ids)))
+        shown = self._tokenizer.shown(ids, special=self._special)
+        return "".join(map(self._push_one, shown))
 
     def finish(self) -> str:
         """The text still held back: an unfinished character as U+FFFD."""
@@ -232,8 +252,9 @@ class WindowDetokenizer:
         return text
 
     def _held_text(self) -> str:
-        last_text = self._tokenizer.decode(self._last)
-        return self._tokenizer.decode(self._last + self._held)[len(last_text) :]
+        last_text = self._tokenizer.decode(self._last, special=self._special)
+        text = self._tokenizer.decode(self._last + self._held, special=self._special)
+        return text[len(last_text) :]
 
 
 def _made_by_transformers(folder: Path) -> Any:

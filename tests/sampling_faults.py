@@ -109,8 +109,8 @@ SAMPLING_FAULTS = (
     Fault(
         "bias not reset when a slot is used again",
         "model/sampling.py",
-        "table.zero_()",
-        "history.zero_()",
+        "table.fill_(filler)",
+        "history.fill_(filler)",
         SAMPLED + "a_used_slot_forgets_how_its_last_tenant_picked[1]",
     ),
     Fault(

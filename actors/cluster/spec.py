@@ -148,6 +148,8 @@ class ServeSpec:
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     """What becomes of a request with fields that the server does not know: it is refused by their
     names, or answered without them."""
+    request_templates: bool = False
+    """Whether a chat may bring a chat template of its own, a program that runs in the replica."""
     docs: bool | Literal["auto"] = "auto"
     """Whether /openapi.json and /docs describe the API, to everyone; auto: unless api_key_file is
     set."""

@@ -34,7 +34,7 @@ class Text(Protocol):
     """What the driver needs of model.text.Tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
-    def stream(self) -> Detokenizer: ...
+    def stream(self, *, special: bool = False) -> Detokenizer: ...
 
 
 class Driver:
@@ -130,7 +130,7 @@ class Driver:
             raise RequestError("this checkpoint has no tokenizer: use stop_ids, not stop strings")
         if not all(asked.stop):
             raise RequestError(f"stop = {list(asked.stop)}: an empty text stops nothing")
-        detokenizer = None if self.text is None else self.text.stream()
+        detokenizer = None if self.text is None else self.text.stream(special=asked.show_special)
         request = self._scheduler.add(asked, self.encode(asked.prompt), detokenizer)
         handle = Handle(request, changed or asyncio.Event())
         self._handles[request.number] = handle

@@ -33,6 +33,12 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     """Texts that end the answer before them; their tokens are among `token_ids`."""
+    include_stop: bool = False
+    """Whether the text that ended the answer, or that of the token which did, belongs to it."""
+    show_special: bool = False
+    """Whether special tokens have text."""
+    priority: int = 0
+    """Of those that wait, the request with the smallest number gets the next slot."""
     key: str = ""
     """Name under which the caller may abort it; empty: none."""
 

@@ -58,13 +58,15 @@ class Request:
         draft_tokens: int,
         drafter: str = "mtp",
         stop: Sequence[str] = (),
+        include_stop: bool = False,
         key: str = "",
         detokenizer: Detokenizer | None = None,
     ) -> None:
         """number: never used twice. sampling: its seed drawn, max_tokens cut to the context.
 
-        stop: texts that end the answer. key: the caller's name for it. detokenizer: None where the
-        checkpoint has no tokenizer; then every text is empty.
+        stop: texts that end the answer. include_stop: what ends it has a part in its text. key: the
+        caller's name for it. detokenizer: None where the checkpoint has no tokenizer; then every
+        text is empty.
         """
         self.number = number
         self._drafter = drafter
@@ -80,7 +82,8 @@ class Request:
         """Why there will be no complete answer."""
         self.counters = Counters(draft_tokens)
         self._detokenizer = detokenizer
-        self._stop_strings = StopStrings(stop) if stop else None
+        self._include_stop = include_stop
+        self._stop_strings = StopStrings(stop, include=include_stop) if stop else None
         self._num_taken = 0
         self._logprobs: list[list[tuple[int, float]]] = []
         """Of the tokens that no chunk has carried yet."""
@@ -182,10 +185,11 @@ class Request:
         )
 
     def _decode(self, tokens: list[int], finish: str | None) -> str:
-        """The text of tokens; a token that stopped the answer has none."""
+        """The text of tokens; a token that stopped the answer has none, unless it is asked for."""
         if self._detokenizer is None:
             return ""
-        text = self._detokenizer.push(tokens[:-1] if finish == "stop" else tokens)
+        is_cut = finish == "stop" and not self._include_stop
+        text = self._detokenizer.push(tokens[:-1] if is_cut else tokens)
         return text + self._detokenizer.finish() if finish else text
 
     def _scan(

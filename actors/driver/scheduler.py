@@ -1,4 +1,4 @@
-"""Which request runs next, in which slot, on which pages. First come, first served.
+"""Which request runs next, in which slot, on which pages. Of equal priority: first come first.
 
     add -> Request -> commands() -> Join        StepEvent -> apply -> Request, freed at its end
 A request gets a slot once pages for its whole length are free too (prompt + max_tokens + the rows
@@ -8,9 +8,9 @@ at once. It touches no device and knows nothing of callers.
 
 from __future__ import annotations
 
+import heapq
 import secrets
 import traceback
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -59,7 +59,9 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.blocks = BlockAllocator(limits.max_slots, limits.num_pages)
-        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._waiting: dict[int, Request] = {}
+        self._line: list[tuple[int, int]] = []
+        """Heap of (priority, number) of those that wait, and of some that do not any more."""
         self._running: dict[int, Request] = {}
         self._leaves: list[Leave] = []
         """Of requests that ended before the ranks knew; sent before any other request joins."""
@@ -99,6 +101,14 @@ class Scheduler:
         self._check_ids("prompt token {} at index {}", tokens)
         self._check_ids("logit_bias token {}", [token for token, _ in sampling.logit_bias])
         self._check_ids("stop token {}", sampling.stop_ids)
+        self._check_ids("allowed_token_ids: token {}", sampling.allowed_ids)
+        self._check_ids("banned token {}", sampling.banned_ids)
+        ends = self._end_ids(sampling)
+        if sampling.min_tokens and sampling.allowed_ids and set(sampling.allowed_ids) <= set(ends):
+            raise RequestError(
+                f"allowed_token_ids: all of them end the answer, which min_tokens = "
+                f"{sampling.min_tokens} forbids; lower it, or allow another token"
+            )
         max_tokens = min(sampling.max_tokens, limits.max_model_len - len(tokens))
         self._check_pages(len(tokens), max_tokens)
         request = Request(
@@ -113,27 +123,33 @@ class Scheduler:
             draft_tokens=limits.draft_tokens,
             drafter=limits.drafter,
             stop=asked.stop,
+            include_stop=asked.include_stop,
             key=asked.key,
             detokenizer=detokenizer,
         )
         self._waiting[request.number] = request
+        heapq.heappush(self._line, (asked.priority, request.number))
         self.num_requests["submitted"] += 1
         return request
 
     def commands(self) -> list[Join | Leave]:
         """What the ranks must be told now, in order: who leaves, then who joins.
 
-        Requests join in the order they came. Joining stops at the first request that does not fit;
-        later ones wait behind it.
+        Requests join by priority, and of equal priority in the order they came. Joining stops at
+        the first request that does not fit; later ones wait behind it.
         """
         commands: list[Join | Leave] = [*self._leaves]
         self._leaves.clear()
-        while self._waiting:
-            request = next(iter(self._waiting.values()))
+        while self._line:
+            request = self._waiting.get(self._line[0][1])
+            if request is None:  # aborted
+                heapq.heappop(self._line)
+                continue
             need = self._pages_of(len(request.prompt), request.sampling.max_tokens)
             allocation = self.blocks.allocate(request.number, need)
             if allocation is None:
                 break
+            heapq.heappop(self._line)
             del self._waiting[request.number]
             self._running[request.number] = request
             request.slot = allocation.slot
@@ -186,6 +202,7 @@ class Scheduler:
             request.fail(error)
         self.num_requests["failed"] += len(requests)
         self._waiting.clear()
+        self._line.clear()
         self._running.clear()
         return requests
 

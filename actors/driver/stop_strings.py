@@ -10,26 +10,27 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The text of one answer up to the first stop string, which is dropped."""
+    """The text of one answer up to the first stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """stops: at least one, none empty."""
-        self._stops = stops
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """stops: at least one, none empty. include: it belongs to the text, else it is dropped."""
+        self._stops, self._include = stops, include
         self._held = self._ready = ""
 
     def feed(self, text: str, *, armed: bool = True) -> bool:
-        """True when a stop string ends within `text`; it and all text behind it is dropped.
+        """True when a stop string ends within `text`; all text behind it is dropped.
 
-        Of several that end there, the one that begins first counts. Not armed: nothing stops, and
-        a stop string that ends within this text never will.
+        Of several that end there, the one that begins first counts, and the shortest of those. Not
+        armed: nothing stops, and a stop string that ends within this text never will.
         """
         before = len(self._held)
         self._held += text
         if armed:
-            starts = (self._held.find(s, max(0, before - len(s) + 1)) for s in self._stops)
-            found = [start for start in starts if start >= 0]
+            places = ((self._held.find(s, max(0, before - len(s) + 1)), s) for s in self._stops)
+            found = [(start, len(stop)) for start, stop in places if start >= 0]
             if found:
-                self._release(min(found))
+                start, length = min(found)
+                self._release(start + length if self._include else start)
                 self._held = ""
                 return True
         self._release(len(self._held) - max(map(self._num_begun, self._stops)))

@@ -1,30 +1,27 @@
 """What the body of a request may say, in OpenAI's form and with our own fields.
 
-    bytes -> parse -> CompletionBody or ChatBody -> samplings, prompts, conversation
-null means that a field is absent. What changes no text (fields.py) is taken out first; a field that
-is not known is refused by name, unless serve.unknown_fields says otherwise. Nothing here waits, and
-nothing knows of sockets or tokenizers.
+    bytes -> parse (parsing.py) -> CompletionBody or ChatBody -> samplings, prompts, conversation
+null means that a field is absent. What changes no text (fields.py) is taken out first. Nothing here
+waits, and nothing knows of sockets or tokenizers.
 """
 
 from __future__ import annotations
 
-import codecs
-import difflib
-import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
-from outrider.actors.http.fields import changes_nothing, neutral_values
+from outrider.actors.http.fields import changes_nothing
 from outrider.actors.http.structured import Structured
 from outrider.model.step import MAX_DRAFT_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 16, 256, 64
+MAX_BAD_WORDS, MAX_TEMPLATE_CHARS = 64, 1 << 16
 MAX_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
 
@@ -42,15 +39,10 @@ SAME_IN_SAMPLING = {
     *("repetition_penalty", "ignore_eos"),
 }
 """Fields that go into Sampling as they are."""
+SET_BY_SERVER = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
+"""What chat_template_kwargs may not hold."""
 INSTRUCTING = ("system", "developer")
 """Roles of messages that are no turn of the conversation."""
-MAX_NAME_CHARS = 64
-"""Longest field name that an error repeats in full."""
-MAX_NAMED_FIELDS = 20
-"""Most fields that one error names."""
-
-
-BodyT = TypeVar("BodyT", bound="Settings")
 
 
 class ApiError(Exception):
@@ -85,8 +77,11 @@ class BodyLimits:
     """Of one prompt (limits.max_model_len - 1)."""
     ignore_unknown: bool = False
     """Whether fields that are not known are dropped (serve.unknown_fields)."""
+    chat_templates: bool = True
+    """Whether a request may bring a chat template (serve.request_templates)."""
 
     def check_choices(self, num_prompts: int, n: int) -> None:
+        """n: of a prompt, the larger one of n and best_of."""
         count = num_prompts * n
         if count > self.max_choices:
             why = f"{num_prompts} prompts x n = {n}: {count} answers"
@@ -169,19 +164,30 @@ def _template_values(value: dict[str, Any]) -> dict[str, Any]:
     value = {name: one for name, one in value.items() if one is not None}
     if not set(map(type, value.values())) <= {bool, int, float, str}:
         raise _rule("each value must be a text, a number, true or false")
-    if taken := {"messages", "add_generation_prompt"} & value.keys():
-        raise _rule(f"{min(taken)} is set by the server")
+    if taken := SET_BY_SERVER & value.keys():
+        raise _rule(f"{min(taken)} is set by the server; it may be a field of the body")
+    return value
+
+
+def _thinking(value: Any) -> Any:
+    """true for {"type": "enabled"}, as some clients write it."""
+    words = {"enabled": True, "adaptive": True, "disabled": False}
+    if isinstance(value, dict) and value.get("type") in words:
+        return words[value["type"]]
+    if not isinstance(value, bool):
+        raise _rule('must be true, false, or {"type": "enabled" or "disabled"}')
     return value
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 TokenId = Annotated[Whole, Field(ge=0, le=MAX_ID)]
-TokenCount = Annotated[Whole, Field(ge=1, le=MAX_ID)]
+TokenCount = Annotated[Whole, Field(ge=0, le=MAX_ID)]
 Bias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS),
     pydantic.AfterValidator(_bias),
 ]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Texts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 """How /openapi.json writes a field that takes a text or a list of texts."""
 Ids = {"type": "array", "items": {"type": "integer"}}
@@ -240,7 +246,15 @@ class Settings(Structured, Body):
     seed: Annotated[Whole, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stop), WithJsonSchema(Texts)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] = []
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
+    priority: Annotated[Whole, Field(ge=-MAX_ID, le=MAX_ID)] = 0
     n: Annotated[Whole, Field(ge=1, le=1 << 16)] = 1
+    best_of: Annotated[Whole, Field(ge=1, le=1 << 16)] | None = None
+    echo: bool = False
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -248,6 +262,7 @@ class Settings(Structured, Body):
     min_tokens: Annotated[Whole, Field(ge=0, le=MAX_ID)] = 0
     ignore_eos: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     user: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -269,13 +284,33 @@ class Settings(Structured, Body):
         return self.max_tokens if asked is None else asked
 
     @property
+    def num_answers(self) -> int:
+        """Of one prompt: n, or as many as the n best are chosen from."""
+        return self.best_of or self.n
+
+    def kept_prompt_tokens(self, max_model_len: int) -> int | None:
+        """The most tokens of a prompt, whose beginning is dropped; None: nothing is.
+
+        -1 leaves room for an answer of max_tokens.
+        """
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - max(1, self.max_answer_tokens or 1))
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return tuple(self.stop or ())
 
-    def samplings(self, context_left: int, defaults: Mapping[str, float]) -> list[Sampling]:
-        """One for each of the n choices of a prompt that leaves `context_left` tokens.
+    def samplings(
+        self,
+        context_left: int,
+        defaults: Mapping[str, float],
+        banned_ids: tuple[int, ...] = (),
+    ) -> list[Sampling]:
+        """One for each answer of a prompt that leaves `context_left` tokens.
 
         defaults: the model's, which win over those of the API (Limits.sampling_defaults).
+        banned_ids: the tokens of bad_words.
         """
         asked = self.max_answer_tokens
         max_tokens = max(1, context_left if asked is None else min(asked, context_left))
@@ -284,13 +319,15 @@ class Settings(Structured, Body):
             "min_tokens": min(self.min_tokens, max_tokens),
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": tuple((self.logit_bias or {}).items()),
-            "logprobs": self.num_logprobs,
+            "allowed_ids": tuple(self.allowed_token_ids or ()),
+            "banned_ids": banned_ids,
+            "logprobs": self.num_logprobs if self.num_answers == self.n else self.num_logprobs or 0,
             "stop_ids": tuple(self.stop_token_ids or ()),
             "draft_tokens": self.speculation.draft_tokens,
             "grammar": self.grammar,
         }
         first = self.seed
-        seeds = (None if first is None else (first + i) & MAX_SEED for i in range(self.n))
+        seeds = (None if first is None else (first + i) & MAX_SEED for i in range(self.num_answers))
         open_fields = {**DEFAULTS, **defaults}
         return [Sampling(seed=seed, **keys).with_defaults(open_fields) for seed in seeds]
 
@@ -300,9 +337,24 @@ class Settings(Structured, Body):
         if None not in both and len(both) == 2:
             why = "max_tokens and max_completion_tokens differ: give one"
             raise ApiError(400, why, param="max_tokens")
-        ends = {"min_tokens": self.min_tokens > 0, "ignore_eos": self.ignore_eos}
-        if conflict := self.grammar_conflict(ends):
+        others = {
+            "min_tokens": self.min_tokens > 0,
+            "ignore_eos": self.ignore_eos,
+            "allowed_token_ids": bool(self.allowed_token_ids),
+            "bad_words": bool(self.bad_words),
+        }
+        if conflict := self.grammar_conflict(others):
             raise ApiError(400, conflict[1], param=conflict[0])
+        if self.num_answers < self.n:
+            raise ApiError(
+                400, f"best_of = {self.best_of}: less than n = {self.n}", param="best_of"
+            )
+        if self.num_answers > self.n and self.stream:
+            why = f"best_of = {self.best_of}: only {self.n} (n) with stream, which cannot choose"
+            raise ApiError(400, why, param="best_of")
+        if self.truncate_prompt_tokens == 0:
+            why = "truncate_prompt_tokens = 0: a prompt needs 1 token; -1 keeps what fits"
+            raise ApiError(400, why, param="truncate_prompt_tokens")
         most = self.max_answer_tokens
         if most is not None and self.min_tokens > most:
             why = f"min_tokens = {self.min_tokens}: more than max_tokens = {most}"
@@ -312,7 +364,6 @@ class Settings(Structured, Body):
 class CompletionBody(Settings):
     prompt: Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(Prompts)]
     """A list of prompts, whatever the form it came in: texts, or lists of token ids."""
-    echo: bool = False
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
@@ -329,10 +380,11 @@ class CompletionBody(Settings):
         if self.echo and self.logprobs is not None:
             raise ApiError(400, "logprobs: not supported together with echo", param="logprobs")
         if limits is not None:
-            limits.check_choices(len(self.prompt), self.n)
-            limits.check_prompt(
-                max((len(ids) for ids in self.prompt if isinstance(ids, list)), default=0)
-            )
+            limits.check_choices(len(self.prompt), self.num_answers)
+            if self.truncate_prompt_tokens is None:
+                limits.check_prompt(
+                    max((len(ids) for ids in self.prompt if isinstance(ids, list)), default=0)
+                )
 
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -395,6 +447,14 @@ class ChatBody(Settings):
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: TemplateValues | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    thinking: Annotated[bool, BeforeValidator(_thinking)] | None = None
+    enable_thinking: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     @property
     def num_logprobs(self) -> int | None:
@@ -411,90 +471,44 @@ class ChatBody(Settings):
             said.insert(0, {"role": "system", "content": "\n\n".join(instructions)})
         return said
 
+    @property
+    def starts_reply(self) -> bool:
+        """Whether the prompt begins a new turn of the assistant."""
+        said = self.add_generation_prompt
+        return not self.continue_final_message if said is None else said
+
+    @property
+    def reply_role(self) -> str:
+        """Who says the answer: the assistant, or else who said the last message."""
+        return "assistant" if self.starts_reply else self.messages[-1].role
+
+    @property
+    def echoed(self) -> str:
+        """The text that `echo` puts before the answer: of the last message, if it is the same
+        one's who answers."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == self.reply_role else ""
+
+    def template_values(self) -> dict[str, Any]:
+        """Variables of the chat template. Of fields that disagree the more special one counts."""
+        values: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            values = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
+        for one in (self.thinking, self.enable_thinking):
+            if one is not None:
+                values["enable_thinking"] = one
+        return values | (self.chat_template_kwargs or {})
+
     def check(self, limits: BodyLimits | None) -> None:
         super().check(limits)
+        if self.continue_final_message and self.starts_reply:
+            why = "continue_final_message: not with add_generation_prompt, which begins a new one"
+            raise ApiError(400, why, param="continue_final_message")
+        if self.chat_template is not None and limits is not None and not limits.chat_templates:
+            rule = "this server takes none from a request (serve.request_templates)"
+            raise ApiError(400, f"chat_template: {rule}", param="chat_template")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs")
         if limits is not None:
-            limits.check_choices(1, self.n)
-
-
-def parse(kind: type[BodyT], data: bytes, limits: BodyLimits | None = None) -> BodyT:
-    """The body, or an ApiError 400.
-
-    The error names all fields that are not supported, or else the first that is wrong and its rule.
-    """
-    try:
-        given = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
-    except ValueError as problem:
-        raise ApiError(400, f"the body: Invalid JSON: {problem}") from None
-    try:
-        body = kind.model_validate(given)
-    except pydantic.ValidationError as problem:
-        problems = problem.errors(include_url=False)
-        unknown = [one for one in problems if _is_unknown(one)]
-        if limits is None or not limits.ignore_unknown or not unknown:
-            raise _refusal(kind, problems) from None
-        body = _without(kind, given, unknown)
-    body.check(limits)
-    return body
-
-
-def _is_unknown(problem: ErrorDetails) -> bool:
-    """Whether it is a field that nobody here has heard of."""
-    return problem["type"] == "extra_forbidden" and not neutral_values(str(problem["loc"][-1]))
-
-
-def _without(kind: type[BodyT], given: Any, unknown: Sequence[ErrorDetails]) -> BodyT:
-    """The body without its unknown fields; ApiError where something else is wrong."""
-    for problem in unknown:
-        *path, name = problem["loc"]
-        holder = given
-        for step in path:
-            holder = holder[step]
-        del holder[name]
-    try:
-        return kind.model_validate(given)
-    except pydantic.ValidationError as problem:
-        raise _refusal(kind, problem.errors(include_url=False)) from None
-
-
-def _refusal(kind: type[Body], problems: Sequence[ErrorDetails]) -> ApiError:
-    """problems: pydantic's description of what is wrong; its `loc` holds names and indices."""
-    foreign = [one for one in problems if one["type"] in ("extra_forbidden", "unsupported")]
-    if foreign:
-        why = "; ".join(_why_unsupported(kind, one) for one in foreign[:MAX_NAMED_FIELDS])
-        more = len(foreign) - MAX_NAMED_FIELDS
-        why += f"; and {more} more" if more > 0 else ""
-        return ApiError(400, why, param=_name_of(foreign[0]), code="unsupported")
-    problem = problems[0]
-    name = _name_of(problem)
-    if not problem["loc"]:
-        return ApiError(400, f"the body: {problem['msg']}")
-    if problem["type"] in ("rule", "missing"):
-        return ApiError(400, f"{name}: {problem['msg']}", param=name)
-    value = reprlib.repr(problem["input"])
-    return ApiError(400, f"{name} = {value}: {problem['msg']}", param=name)
-
-
-def _why_unsupported(kind: type[Body], problem: ErrorDetails) -> str:
-    name = _name_of(problem)
-    if problem["type"] == "unsupported":
-        return f"{name}: {problem['msg']}"
-    if neutral := neutral_values(str(problem["loc"][-1])):
-        allowed = " or ".join(json.dumps(value) for value in neutral)
-        value = reprlib.repr(problem["input"])
-        return f"{name} = {value}: not supported by this server; only {allowed} is accepted"
-    known = kind.model_fields if len(problem["loc"]) == 1 else ()
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{name or repr(name)}: not supported by this server{hint}"
-
-
-def _name_of(problem: ErrorDetails) -> str:
-    """The field that a problem is about; names of nested ones are joined by dots."""
-    return ".".join(_shortened(str(part)) for part in problem["loc"])
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."
+            limits.check_choices(1, self.num_answers)

@@ -46,7 +46,7 @@ from outrider.actors.http.metrics import Metrics
 from outrider.actors.http.middleware import AuthMiddleware, error_response, json_response
 from outrider.actors.http.prompts import PromptEncoder
 from outrider.actors.http.reading import BodyReader
-from outrider.actors.http.requests import EventStream, HttpRequest
+from outrider.actors.http.requests import EventStream, HttpRequest, best_answers
 from outrider.actors.http.responses import ResponseWriter
 from outrider.model.text import Tokenizer
 
@@ -84,6 +84,7 @@ class Endpoints:
         limits = BodyLimits(
             max_choices=serve.max_choices,
             max_prompt_tokens=driver.limits.max_model_len - 1,
+            chat_templates=serve.request_templates,
             ignore_unknown=serve.unknown_fields == "ignore",
         )
         self._bodies = BodyReader(limits)
@@ -175,8 +176,10 @@ class Endpoints:
         self._check_draining()
         body = await self._bodies.read(CompletionBody, await request.body())
         self._check_model(body.model)
-        prompts = await self._prompts.encode(body.prompt)
-        echoes = await self._prompts.texts(body.prompt) if body.echo else []
+        prompts = await self._prompts.encode(body)
+        is_cut = body.truncate_prompt_tokens is not None
+        echoed = prompts if is_cut else body.prompt
+        echoes = await self._prompts.texts(echoed) if body.echo else []
         echoes = [text for text in echoes for _ in range(body.n)]
         writer = ResponseWriter(
             body=body, model=self._model, tokenizer=self._tokenizer, echoes=echoes
@@ -188,7 +191,9 @@ class Endpoints:
         body = await self._bodies.read(ChatBody, await request.body())
         self._check_model(body.model)
         prompt = await self._prompts.encode_chat(body)
-        writer = ResponseWriter(body=body, model=self._model, tokenizer=self._tokenizer)
+        writer = ResponseWriter(
+            body=body, model=self._model, tokenizer=self._tokenizer, echoes=[body.echoed] * body.n
+        )
         return await self._answer(request, body, writer, [prompt], "messages")
 
     async def _answer(
@@ -213,6 +218,7 @@ class Endpoints:
             raise self._refusal(error, param) from None
         http_request.close()
         self._record(http_request)
+        answers = best_answers(answers, body.num_answers, body.n)
         content = await asyncio.to_thread(writer.whole, answers, http_request.usage())
         return Response(content, media_type="application/json")
 
@@ -228,11 +234,16 @@ class Endpoints:
             why = str(error).replace("sampling.grammar", name, 1)
             raise ApiError(400, why, param=name) from None
         try:
-            self._driver.check_queue(len(prompts) * body.n)
+            banned = self._prompts.banned_ids(body.bad_words)
+            self._driver.check_queue(len(prompts) * body.num_answers)
             for prompt in prompts:
                 room = limits.room_for(len(prompt))
-                for sampling in body.samplings(room, limits.sampling_defaults):
-                    one = GenerationRequest(prompt=prompt, sampling=sampling, stop=body.stops)
+                for sampling in body.samplings(room, limits.sampling_defaults, banned):
+                    one = GenerationRequest(
+                        prompt=prompt, sampling=sampling, stop=body.stops, priority=body.priority,
+                        include_stop=body.include_stop_str_in_output,
+                        show_special=not body.skip_special_tokens,
+                    )  # fmt: skip
                     handles.append(self._driver.submit(one, changed))
                     await asyncio.sleep(0)  # the driver looks at each id of each choice
         except (ApiError, RequestError, EngineDeadError) as error:
@@ -258,7 +269,7 @@ class Endpoints:
         if isinstance(error, QueueFullError):
             return self._too_busy(str(error), "queue_full")
         if isinstance(error, RequestError):
-            named = ("logit_bias", "stop")
+            named = ("logit_bias", "stop", "allowed_token_ids")
             name = next((word for word in named if str(error).startswith(word)), param)
             is_long = isinstance(error, PromptTooLongError)
             code = "context_length_exceeded" if is_long else None
@@ -294,6 +305,7 @@ class Endpoints:
         try:
             async for index, chunk in merge(http_request.handles):
                 prompt = http_request.handles[index].request.prompt
+                chunk = http_request.shown(chunk)
                 write = functools.partial(_events, writer, index, chunk, prompt)
                 is_long = len(chunk.token_ids) > LONG_CHUNK_TOKENS
                 if events := await asyncio.to_thread(write) if is_long else write():

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from outrider.actors.http.bodies import ApiError, BodyLimits, ChatBody
+from outrider.actors.http.bodies import ApiError, BodyLimits, ChatBody, CompletionBody
 from outrider.model.config import ConfigError
 from outrider.model.text import Tokenizer, TooManyTokensError
 
@@ -26,31 +26,34 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Tokenizer | None, limits: BodyLimits) -> None:
         self._tokenizer, self._limits = tokenizer, limits
+        self._max_model_len = limits.max_prompt_tokens + 1
         self._one_long_text = asyncio.Lock()
 
-    async def encode(
-        self, prompts: Sequence[str | list[int]], param: str = "prompt"
-    ) -> list[list[int]]:
-        """Ids of each prompt; what is ids already stays. param: the field to name in errors."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not texts:
-            return [prompt for prompt in prompts if isinstance(prompt, list)]
-        tokenizer = self._needed(param)
-        for text in texts:
-            self._limits.check_prompt(tokenizer.min_tokens(text), param, about="at least ")
-        is_long = sum(map(len, texts)) > LONG_TEXT_CHARS
-        async with self._one_long_text if is_long else contextlib.nullcontext():
-            return await asyncio.to_thread(self._encode, tokenizer, texts, param)
+    async def encode(self, body: CompletionBody) -> list[list[int]]:
+        """Ids of each prompt; what is ids already stays, but for what is to be cut off."""
+        kept = body.kept_prompt_tokens(self._max_model_len)
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        if texts:
+            return await self._encode(texts, "prompt", kept)
+        prompts = [prompt[-kept:] if kept else prompt for prompt in body.prompt]
+        for prompt in prompts:
+            self._limits.check_prompt(len(prompt))
+        return prompts
 
     async def encode_chat(self, body: ChatBody) -> list[int]:
         """Ids of the conversation, as the checkpoint's chat template writes it."""
-        tokenizer, values = self._needed("messages"), body.chat_template_kwargs or {}
+        tokenizer = self._needed("messages")
         try:
-            text = await asyncio.to_thread(tokenizer.render_chat, body.conversation(), **values)
+            text = await asyncio.to_thread(chat_text, tokenizer, body)
         except ConfigError as error:  # the template's own refusal, without the folder's name
             raise ApiError(400, str(error).partition(": ")[2], param="messages") from None
-        (ids,) = await self.encode([text], "messages")
+        kept = body.kept_prompt_tokens(self._max_model_len)
+        (ids,) = await self._encode([text], "messages", kept)
         return ids
+
+    def banned_ids(self, words: Sequence[str]) -> tuple[int, ...]:
+        """The tokens of bad_words."""
+        return banned_ids(self._needed("bad_words"), words) if words else ()
 
     async def texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """The text of each prompt, for `echo`."""
@@ -66,14 +69,55 @@ class PromptEncoder:
             raise ApiError(400, f"{param}: {rule}", param=param)
         return self._tokenizer
 
-    def _encode(self, tokenizer: Tokenizer, texts: Sequence[str], param: str) -> list[list[int]]:
-        encoded = []
+    async def _encode(self, texts: Sequence[str], param: str, kept: int | None) -> list[list[int]]:
+        """Ids of the texts, the last `kept` of each. param: the field to name in errors."""
+        tokenizer = self._needed(param)
+        if kept is None:
+            for text in texts:
+                self._limits.check_prompt(tokenizer.min_tokens(text), param, about="at least ")
+        is_long = sum(map(len, texts)) > LONG_TEXT_CHARS
+        async with self._one_long_text if is_long else contextlib.nullcontext():
+            return await asyncio.to_thread(self._encode_all, tokenizer, texts, param, kept)
+
+    def _encode_all(
+        self, tokenizer: Tokenizer, texts: Sequence[str], param: str, kept: int | None
+    ) -> list[list[int]]:
+        most, encoded = self._limits.max_prompt_tokens, []
         for text in texts:
             try:
-                encoded.append(tokenizer.encode(text, self._limits.max_prompt_tokens))
+                ids = tokenizer.encode(text, most if kept is None else None)
             except TooManyTokensError as error:
                 self._limits.check_prompt(error.num_tokens, param)
+                raise
+            encoded.append(ids[-kept:] if kept else ids)
+            self._limits.check_prompt(len(encoded[-1]), param)
         return encoded
+
+
+def chat_text(tokenizer: Tokenizer, body: ChatBody) -> str:
+    """The prompt of a chat. ConfigError where the chat template refuses it."""
+    return tokenizer.render_chat(
+        body.conversation(),
+        chat_template=body.chat_template,
+        add_generation_prompt=body.starts_reply,
+        continue_final_message=body.continue_final_message,
+        **body.template_values(),
+    )
+
+
+def banned_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[int, ...]:
+    """The tokens of words that an answer may not hold: each word alone, and behind a space where
+    that is one token too. ApiError for a word of several tokens."""
+    banned: dict[int, None] = {}
+    for word in words:
+        ids = tokenizer.encode(word)
+        if len(ids) != 1:
+            why = f"bad_words: {word!r} has {len(ids)} tokens"
+            rule = "only words of one token can be banned; allowed_token_ids, logit_bias ban others"
+            raise ApiError(400, f"{why}: {rule}", param="bad_words")
+        spaced = tokenizer.encode(" " + word.lstrip())
+        banned |= dict.fromkeys(ids + (spaced if len(spaced) == 1 else []))
+    return tuple(banned)
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -17,7 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 
-from outrider.actors.http.bodies import ApiError, BodyLimits, BodyT, parse
+from outrider.actors.http.bodies import ApiError, BodyLimits
+from outrider.actors.http.parsing import BodyT, parse
 
 log = logging.getLogger(__name__)
 SMALL_BODY_BYTES = 8 << 10

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -19,12 +20,13 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.handle import Handle
-from outrider.actors.driver.messages import Completion
+from outrider.actors.driver.messages import Chunk, Completion
 from outrider.actors.errors import RequestAbortedError
 from outrider.actors.http.bodies import ApiError, Settings
 from outrider.actors.http.responses import usage_of
 
 T = TypeVar("T")
+PartT = TypeVar("PartT", Chunk, Completion)
 
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class HttpRequest:
         self.handles = handles
         self.requests = [handle.request for handle in handles]
         self.user = body.user
+        self._without_answer = body.max_answer_tokens == 0
+        """The client wants the prompt's part alone; the ranks make one token at least."""
         self.was_cut = False
         self.started_s = time.perf_counter()
         self._num_prompt_tokens = sum(map(len, prompts))
@@ -72,10 +76,18 @@ class HttpRequest:
         self._open_requests.discard(self)
 
     async def results(self) -> list[Completion]:
-        return [await handle.result() for handle in self.handles]
+        return [self.shown(await handle.result()) for handle in self.handles]
+
+    def shown(self, part: PartT) -> PartT:
+        """What of an answer, or of a chunk of it, the client asked for."""
+        if not self._without_answer:
+            return part
+        finish = part.finish_reason and "length"
+        return replace(part, token_ids=[], text="", logprobs=[], finish_reason=finish)
 
     def usage(self) -> dict[str, Any]:
         answered = sum(len(request.emitted) for request in self.requests)
+        answered = 0 if self._without_answer else answered
         stats = [request.stats() for request in self.requests]
         return usage_of(self._num_prompt_tokens, answered, stats)
 
@@ -116,6 +128,19 @@ class EventStream(Response):
         finally:
             watch.cancel()
             self._request.close()
+
+
+def best_answers(answers: Sequence[Completion], best_of: int, n: int) -> list[Completion]:
+    """Of each prompt's best_of answers the n likeliest, by their mean log probability a token."""
+
+    def mean_logprob(answer: Completion) -> float:
+        rows = answer.logprobs
+        return sum(row[0][1] for row in rows) / max(1, len(rows))
+
+    if best_of == n:
+        return list(answers)
+    groups = (answers[start : start + best_of] for start in range(0, len(answers), best_of))
+    return [one for group in groups for one in sorted(group, key=mean_logprob, reverse=True)[:n]]
 
 
 async def _gone(receive: Receive) -> None:

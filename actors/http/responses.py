@@ -37,6 +37,7 @@ class ResponseWriter:
 
     def __post_init__(self) -> None:
         self.chat = isinstance(self.body, ChatBody)
+        self.role = self.body.reply_role if isinstance(self.body, ChatBody) else ""
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         options = self.body.stream_options
         self.with_usage = options is not None and options.include_usage
@@ -71,7 +72,7 @@ class ResponseWriter:
         else:
             silent = {"logprobs": None, "finish_reason": None}
             if is_first:
-                choices.append({"delta": {"role": "assistant", "content": ""}} | silent | prompt)
+                choices.append({"delta": {"role": self.role, "content": ""}} | silent | prompt)
             if has_news:
                 told = {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
                 choices.append(told | ids)
@@ -100,7 +101,7 @@ class ResponseWriter:
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
         text = self._echo(index) + answer.text
-        message = {"message": {"role": "assistant", "content": text}}
+        message = {"message": {"role": self.role, "content": text}}
         choice = {"index": index, **(message if self.chat else {"text": text})}
         choice["logprobs"] = self._logprobs(index, answer.logprobs)
         choice["finish_reason"] = answer.finish_reason
@@ -163,6 +164,8 @@ class ResponseWriter:
 
         OpenAI marks the latter with "bytes:" in completions, and not in chats.
         """
+        if self.body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
         data = self._bytes(token)
         try:
             return data.decode() or f"token_id:{token}"
@@ -171,7 +174,8 @@ class ResponseWriter:
 
     def _num_characters(self, token: int) -> int:
         """Characters of the answer's text that begin in this token."""
-        if self.tokenizer is None or not self.tokenizer.without_special([token]):
+        special = not self.body.skip_special_tokens
+        if self.tokenizer is None or not self.tokenizer.shown([token], special=special):
             return 0
         return sum(byte & 0xC0 != 0x80 for byte in self._bytes(token))
 

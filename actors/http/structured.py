@@ -104,16 +104,16 @@ class Structured(pydantic.BaseModel):
     def grammar(self) -> Grammar | None:
         return next((getattr(self, name) for name in self.grammar_fields), None)
 
-    def grammar_conflict(self, ends: dict[str, bool]) -> tuple[str, str] | None:
+    def grammar_conflict(self, others: dict[str, bool]) -> tuple[str, str] | None:
         """A field that does not go together with another, and why.
 
-        ends: by name, whether a field is given that says where an answer ends.
+        others: by name, whether a field is given that says where an answer ends or what it holds.
         """
         names = self.grammar_fields
         if len(names) > 1:
             why = "each says what the answer must match; give one"
             return names[1], f"{' and '.join(names)}: {why}"
-        for name, given in ends.items():
+        for name, given in others.items():
             if names and given:
-                return name, f"{name}: not together with {names[0]}, which says where answers end"
+                return name, f"{name}: not together with {names[0]}, which says what answers are"
         return None

@@ -18,9 +18,12 @@ MAX_TOKENS = 16
 NOT_OF_THE_ANSWER = {
     "model", "prompt", "messages", "chat_template_kwargs", "user", "stream", "stream_options",
     "return_token_ids", "speculation", "n", "echo", "logprobs", "top_logprobs",
-    "max_completion_tokens",
+    "max_completion_tokens", "best_of", "bad_words", "priority", "truncate_prompt_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "return_tokens_as_token_ids",
+    "reasoning_effort", "thinking", "enable_thinking", "chat_template", "add_generation_prompt",
+    "continue_final_message",
 }  # fmt: skip
-"""Fields that pick no other token; those of them that can be seen have tests of their own."""
+"""Fields that pick no other token, or change prompts; those that can be seen have other tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,11 @@ def cases(plain: Sequence[int], text: str, eos: int) -> dict[str, Case]:
         "logit_bias": Case(
             fields=greedy | {"logit_bias": {str(plain[2]): -100, str(plain[3]): 1.5}},
             how=greedy | {"logit_bias": ((plain[2], -100.0), (plain[3], 1.5))},
+            without=greedy,
+        ),
+        "allowed_token_ids": Case(
+            fields=greedy | {"allowed_token_ids": sorted({*plain} - {plain[3]})},
+            how=greedy | {"allowed_ids": tuple(sorted({*plain} - {plain[3]}))},
             without=greedy,
         ),
         "stop_token_ids": Case(

@@ -187,9 +187,9 @@ def test_other_tokenizers_hold_a_bounded_number_of_tokens(token: int) -> None:
         def __init__(self) -> None:
             self.__dict__ |= tokenizer.__dict__
 
-        def decode(self, ids: Sequence[int]) -> str:
+        def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
             decoded.append(len(ids))
-            return tokenizer.decode(ids)
+            return tokenizer.decode(ids, special=special)
 
     stream = Counting().stream()
     for _ in range(500):

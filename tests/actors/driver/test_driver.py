@@ -32,7 +32,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
-    def stream(self) -> Letters:
+    def stream(self, *, special: bool = False) -> Letters:
         return Letters()
 
     def push(self, ids: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ class Plain:
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
-    def stream(self) -> Plain:
+    def stream(self, *, special: bool = False) -> Plain:
         return self
 
     def push(self, ids) -> str:

@@ -20,8 +20,8 @@ from outrider.actors.http.bodies import (
     ChatBody,
     CompletionBody,
     Settings,
-    parse,
 )
+from outrider.actors.http.parsing import parse
 from outrider.model.step import Sampling
 from tests.actors.conftest import VOCAB
 from tests.actors.http.local_server import body, chat, run, serving
@@ -36,7 +36,31 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("completions", {"prompt": ""}, "prompt"),
     ("completions", {"prompt": []}, "prompt"),
     ("completions", {"prompt": [[]]}, "prompt"),
-    ("completions", {"max_tokens": 0}, "max_tokens"),
+    ("completions", {"max_tokens": -1}, "max_tokens"),
+    ("completions", {"n": 2, "best_of": 1}, "best_of"),
+    ("completions", {"best_of": 2, "stream": True}, "best_of"),
+    ("completions", {"best_of": 200}, "n"),
+    ("completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("completions", {"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
+    (
+        "completions",
+        {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
+        "allowed_token_ids",
+    ),
+    ("completions", {"bad_words": ["two words of many"]}, "bad_words"),
+    ("completions", {"bad_words": [""]}, "bad_words"),
+    ("completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("completions", {"truncate_prompt_tokens": 64, "prompt": [1] * 70}, "prompt"),
+    ("completions", {"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+    ("chat/completions", {"reasoning_effort": "hard"}, "reasoning_effort"),
+    ("chat/completions", {"thinking": {"type": "some"}}, "thinking"),
+    ("chat/completions", {"chat_template": "x"}, "chat_template"),
+    ("chat/completions", {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    (
+        "chat/completions",
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
     ("completions", {"max_tokens": "5"}, "max_tokens"),
     ("completions", {"temperature": -0.1}, "temperature"),
     ("completions", {"temperature": True}, "temperature"),

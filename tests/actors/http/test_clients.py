@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings, parse
+from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings
 from outrider.actors.http.fields import NEUTRAL, UNUSED
+from outrider.actors.http.parsing import parse
 from tests.actors.driver.test_driver import answer
 from tests.actors.http.local_server import body, chat, events, run, serving
 
@@ -87,7 +88,8 @@ CHATS: dict[str, dict[str, Any]] = {
     },
     "vLLM's own": {
         "messages": [USER], "model": "tiny", "request_id": "r", "cache_salt": "s",
-        "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": None,
+        "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True,
+        "add_generation_prompt": True,
         "spaces_between_special_tokens": True, "mm_processor_kwargs": {}, "documents": [],
         "include_reasoning": True, "add_special_tokens": False, "tool_choice": "none",
         "functions": [], "function_call": "none", "max_tokens": 5.0, "vllm_xargs": {},
@@ -109,6 +111,10 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "vLLM's benchmark": {
         "model": "tiny", "prompt": "hi", "repetition_penalty": 1.0, "max_tokens": 5,
         "temperature": 0, "logprobs": None, "ignore_eos": True, **STREAMED,
+    },
+    "SGLang's benchmark": {
+        "model": "tiny", "prompt": "hi", "temperature": 0.0, "best_of": 1, "max_tokens": 5,
+        "stream": True, "ignore_eos": True,
     },
     "guidellm": {
         "model": "tiny", "prompt": "hi", "max_tokens": 5, "stop": None, "ignore_eos": True,
