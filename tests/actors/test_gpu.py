@@ -14,7 +14,7 @@ import torch
 
 from outrider.actors.engine import Engine
 from outrider.benchmarks import planted
-from outrider.model.step import Sampling
+from outrider.model.step import Grammar, Sampling
 from outrider.model.text import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny"
@@ -34,7 +34,9 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts[:12]]
 
 
-def answers(drafts: tuple[int, ...] = (0, 3), **keys: object) -> list[list[list[int]]]:
+def answers(
+    drafts: tuple[int, ...] = (0, 3), grammar: Grammar | None = None, **keys: object
+) -> list[list[list[int]]]:
     """One engine's tokens for each number of drafts; asserts that there were drafts."""
     found = []
     with warnings.catch_warnings():
@@ -42,7 +44,9 @@ def answers(drafts: tuple[int, ...] = (0, 3), **keys: object) -> list[list[list[
         engine = Engine.from_config(None, model=str(MODEL), draft_tokens=3, **keys)
     with engine:
         for k in drafts:
-            done = engine.generate(prompts(), Sampling(max_tokens=NEW, draft_tokens=k))
+            done = engine.generate(
+                prompts(), Sampling(max_tokens=NEW, draft_tokens=k, grammar=grammar)
+            )
             assert (sum(c.stats.accepted for c in done) > 0) == (k > 0)
             found.append([c.token_ids for c in done])
     return found
@@ -60,6 +64,16 @@ def test_float32_equals_the_cpu_with_and_without_drafts(wanted, ranks) -> None:
     plain, drafted = answers(device="cuda", dtype="float32", tensor_parallel=ranks)
     assert plain == wanted
     assert drafted == wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_grammars_are_kept_as_on_the_cpu(ranks) -> None:
+    """Masks in the kernels of sampled rows, and iterations in two pieces, each a graph."""
+    rules = Grammar("regex", r"(def|class) [a-z_]{3,12}\(self(, [a-z]{1,5}){0,3}\): return [0-9]+")
+    keys = {"dtype": "float32", "grammar": rules}
+    (plain,) = answers((0,), device="cpu", tensor_parallel=1, **keys)
+    for found in answers(device="cuda", tensor_parallel=ranks, **keys):
+        assert found == plain
 
 
 def test_bfloat16_with_pinned_rows_is_the_same_with_and_without_drafts() -> None:

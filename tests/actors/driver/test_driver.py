@@ -19,7 +19,7 @@ from outrider.actors.errors import (
     RequestAbortedError,
     RequestError,
 )
-from outrider.model.step import Sampling
+from outrider.model.step import Grammar, Sampling
 from tests.actors.conftest import EOS, VOCAB, Counting, ThreadRanks, kept_of, limits
 
 
@@ -175,6 +175,23 @@ def test_the_stop_token_is_among_the_ids_and_not_in_the_text():
             assert end.token_ids == [EOS - 1, EOS]
             on = (await driver.generate([ask([EOS - 2], max_tokens=4, ignore_eos=True)]))[0]
             assert on.token_ids == [EOS - 1, EOS, 0, 1]
+
+    run(work)
+
+
+def test_a_grammar_is_tried_before_anything_is_queued():
+    async def work() -> None:
+        wrong, right = (Grammar("regex", text) for text in ("(a", "a"))
+        async with driving() as (driver, _):
+            before = driver.stats()["requests_submitted"]
+            with pytest.raises(RequestError, match=r"prompt 2 of 2: sampling.grammar \(regex\)"):
+                await driver.generate([ask([1], grammar=right), ask([2], grammar=wrong)])
+            assert driver.stats()["requests_submitted"] == before
+            (done,) = await driver.generate([ask([1], grammar=right, max_tokens=3)])
+            assert len(done.token_ids) == 3
+        async with driving(text=lambda: None) as (driver, _):
+            with pytest.raises(RequestError, match="a checkpoint with a tokenizer and an EOS"):
+                await driver.generate([ask([1], grammar=right)])
 
     run(work)
 

@@ -172,6 +172,22 @@ def test_as_many_stop_ids_as_are_allowed_leave_room_for_the_end_of_sequence(coun
     assert join.end_ids == [*range(count), EOS, EOS - 1]
 
 
+def test_a_request_that_cannot_go_on_fails_alone_and_gives_back_what_it_held():
+    s = scheduler(max_slots=2)
+    first, second, third = add(s, [1]), add(s, [2]), add(s, [3])
+    assert [join.request for join in joins(s)] == [0, 1]
+    step(s, 0, 0, [5], verified=False)
+    assert step(s, 0, 0, [], verified=False, error="sampling.grammar: no token") == [first]
+    assert first.take().token_ids == [5]  # type: ignore[union-attr]
+    with pytest.raises(RequestFailedError, match=r"request 0 failed: sampling\.grammar: no token"):
+        first.take()
+    assert s.num_requests["failed"] == 1
+    assert not second.ended
+    (join,) = s.commands()  # no Leave: the ranks know
+    assert isinstance(join, Join)
+    assert (join.request, join.slot) == (third.number, 0)
+
+
 def test_an_aborted_request_leaves_queue_or_slot():
     s = scheduler(max_slots=1)
     running, waiting = add(s, [1]), add(s, [2])
