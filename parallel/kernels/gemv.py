@@ -28,10 +28,10 @@ from outrider.parallel.kernels.launch import let_next_start, overlapped, prefetc
 from outrider.parallel.kernels.one_shot import send_words, word_of
 
 MAX_ROWS = 8
-MAX_WARPS = 16
+MAX_WARPS = 8
 DEPTH = 512
-"""How much of K a warp holds of a bfloat16 weight, in 4 steps. What MAX_WARPS warps cannot hold of
-K is read after the wait."""
+"""How much of K a warp holds of a bfloat16 weight, in 4 steps; in 9 of them where MAX_WARPS warps
+could not hold K so. What they cannot hold then is read after the wait."""
 FP8_WARPS, FP8_DEPTH = 4, 768
 """The warps of a program with an FP8 weight, and how much of K each of them holds."""
 
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 
     warps: int
     registers: int
-    """Of a thread, so that three programs of 4 warps, or one of 16, fit on a processor."""
+    """Of a thread, so that three programs of 4 warps fit on a processor, or one that holds more."""
     group: int
     """Columns of K that 4 lanes load at once."""
     groups: int
@@ -99,8 +99,10 @@ def gemv(
 def _plan(inner: int, block_columns: int) -> Plan:
     """The plan for a weight with so many columns, in blocks of so many or, with 0, bfloat16."""
     if not block_columns:
-        warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(inner, DEPTH)))
-        return Plan(warps, 128 if warps == MAX_WARPS else 168, group=32, groups=4, held=4)
+        warps = triton.next_power_of_2(triton.cdiv(inner, DEPTH))
+        if warps > MAX_WARPS:
+            return Plan(MAX_WARPS, 255, group=32, groups=4, held=9)
+        return Plan(warps, 168, group=32, groups=4, held=4)
     group = 64 if block_columns % 64 == 0 else 32
     chain = 2 if block_columns % (2 * group) == 0 else 1
     return Plan(FP8_WARPS, 168, group, groups=1, held=FP8_DEPTH // group, chain=chain)
@@ -185,13 +187,16 @@ def _columns(
     first, second, step,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """A step's piece of the weight of each pair of columns, twice [8, G, GROUP]."""
+    """A step's piece of the weight of each pair of columns, twice [8, G, GROUP]. It is read once,
+    so it need not push the rows of x out of the L1 cache."""
     k = _inner(step, G, GROUP, CHAIN)
+    one, two = first[:, None, None] + k, second[:, None, None] + k
     if K % (G * GROUP * CHAIN) == 0:
-        return tl.load(first[:, None, None] + k), tl.load(second[:, None, None] + k)
+        left = tl.load(one, eviction_policy="evict_first")
+        return left, tl.load(two, eviction_policy="evict_first")
     inside = k < K
-    one = tl.load(first[:, None, None] + k, mask=inside, other=0.0)
-    return one, tl.load(second[:, None, None] + k, mask=inside, other=0.0)
+    left = tl.load(one, mask=inside, other=0.0, eviction_policy="evict_first")
+    return left, tl.load(two, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -39,9 +39,9 @@ from outrider.parallel.kernels.one_shot import has_place
 from outrider.parallel.operands import PickRows, SlotSampling
 
 MAX_ROWS = 64
-FP8_ROWS = 256
+FP8_ROWS = 96
 """The most rows where the weight is FP8. A program takes up to MAX_ROWS of them, so each weight is
-converted up to four times, but comes from memory once."""
+converted once or twice. With more rows, a plain copy for the library costs no more."""
 PROGRAMS = 160
 """K is split in two as often as the launch then has at most this many programs, ..."""
 LEAST_DEPTH = 256
@@ -104,7 +104,7 @@ def blocks_tiling(
     few = num_rows <= HELD_ROWS
     width, programs = (64, 3 * PROCESSORS) if few else (128, 2 * PROCESSORS)
     tiles = triton.cdiv(columns, width) * triton.cdiv(num_rows, MAX_ROWS)
-    split = min(programs // tiles, inner // LEAST_DEPTH)
+    split = min(max(4 if few else 6, programs // tiles), inner // LEAST_DEPTH)
     warps, stages = (4, 4) if few else (8, 3)
     return Tiling(width, depth, max(1, split), warps, stages, weight_first=True)
 

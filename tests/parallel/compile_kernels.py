@@ -207,7 +207,7 @@ def fp8_products(arrivals: Tensor) -> None:
     sequence = torch.zeros(8, dtype=torch.int32)
     buffers = OneShotBuffers(ints(2, 2, 8, 2560), ints(2), sequence, 0, 2)
     delta_net = StackedMatrix((fp8(8192, 5120), bf16(48, 5120)))
-    for n in (6, 16, 48, 192):
+    for n in (6, 16, 48, 90):
         matmul.few_rows(bf16(n, 5120), delta_net, arrivals)
         matmul.few_rows_swiglu(bf16(n, 5120), fp8(17408, 5120), arrivals)
         for inner in (3072, 8704):
