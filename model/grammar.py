@@ -14,7 +14,6 @@ import json
 import resource
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,8 +42,6 @@ MAX_CHECK_BYTES = 2 << 30
 """Memory of the process that tries grammars. One that needs more is refused."""
 TRIED_TOKENS = 20
 """So many tokens are followed when a grammar is tried."""
-KEPT_GRAMMARS = 32
-"""Compiled grammars that a rank keeps for later requests that ask for the same."""
 
 
 class GrammarError(ValueError):
@@ -103,13 +100,13 @@ class Matcher:
     """Where one request stands in its grammar."""
 
     def __init__(self, start: Future[llguidance.LLMatcher], eos_ids: Sequence[int]) -> None:
-        """start: a matcher at the start of the grammar, compiled in another thread."""
+        """start: a matcher of its own at the start of the grammar, compiled in another thread."""
         self._start, self._eos_ids = start, list(eos_ids)
 
     @cached_property
     def _matcher(self) -> llguidance.LLMatcher:
         """Waits until the grammar is compiled."""
-        return self._start.result().deep_copy()
+        return self._start.result()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The answer goes on with these tokens, which look_ahead has allowed."""
@@ -168,19 +165,17 @@ class Grammars:
     def __init__(self, model_dir: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._eos_ids = list(eos_ids)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._compiled: OrderedDict[Grammar, Future[llguidance.LLMatcher]] = OrderedDict()
         self._trie: Future[llguidance.LLTokenizer] | None = None
         if self._eos_ids and Tokenizer.exists(model_dir):
             self._trie = self._pool.submit(_trie_of, model_dir, vocab_size, tuple(eos_ids))
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher for a new request. It waits for the grammar when it is asked for something."""
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._pool.submit(self._compile, grammar)
-            if len(self._compiled) > KEPT_GRAMMARS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return Matcher(self._compiled[grammar], self._eos_ids)
+        """A matcher for a new request. It waits for the grammar when it is asked for something.
+
+        Each request compiles its own: copies share the states that were found, whose number is
+        limited, so one request would use up what another may need.
+        """
+        return Matcher(self._pool.submit(self._compile, grammar), self._eos_ids)
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         if self._trie is None:
