@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import typer
 
-from outrider.actors.loading import LoadingBar
+from outrider.actors.loading import ProgressBar
 from outrider.actors.options import FAILED, INTERRUPTED, USER_ERROR
 
 OURS = "outrider"
@@ -100,7 +100,7 @@ class _Loading:
 
     def __init__(self, lines: _Lines) -> None:
         self._lines = lines
-        self._bar = LoadingBar() if sys.stderr.isatty() else None
+        self._bar = ProgressBar() if sys.stderr.isatty() else None
         self._told_s = time.monotonic()
 
     def update(self, done: int, total: int) -> None:

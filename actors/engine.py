@@ -1,7 +1,7 @@
 """The Python API: one Engine is one model on its ranks, from first check to last process.
 
     from_config: cluster.yaml -> Spec -> checkpoint headers -> Ray -> DriverActor -> ranks
-    generate, stream, stats: over an EngineClient to the driver
+    generate, as_completed, stream, stats: over an EngineClient to the driver
     close: undoes from_config, in reverse
 Everything a user can get wrong in file or checkpoint is checked before Ray starts. A cluster that
 this process is connected to (a job, an actor) is used and left running.
@@ -32,7 +32,7 @@ from outrider.actors.driver.assembly import DriverSetup, limits_of
 from outrider.actors.driver.client import EngineClient
 from outrider.actors.driver.messages import Chunk, Completion, GenerationRequest, RequestStats
 from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestError
-from outrider.actors.loading import LoadingBar
+from outrider.actors.loading import ProgressBar
 from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.step import Grammar, Sampling
 
@@ -136,13 +136,38 @@ class Engine:
         include_stop: bool = False,
         show_special: bool = False,
     ) -> list[Completion]:
-        """Answer prompts (text or token ids) together; returns in their order.
+        """Answer any number of prompts (text or token ids) together; returns in their order.
+
+        Of several, a terminal shows how many are answered.
 
         sampling: one for all, or one each; None: the model's defaults, 16 tokens. stop: texts that
         end an answer, before them, or with include_stop after them. show_special: special tokens
         have text.
         RequestError when one can never be answered (then none is), EngineDeadError when the ranks
         die.
+        """
+        texts = _as_prompts(prompts)
+        answers: dict[int, Completion] = {}
+        with _progress_of_answers(len(texts)) as report:
+            for index, answer in self.as_completed(
+                texts, sampling, stop=stop, include_stop=include_stop, show_special=show_special
+            ):
+                answers[index] = answer
+                report(len(answers), len(texts))
+        return [answers[index] for index in range(len(texts))]
+
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        show_special: bool = False,
+    ) -> Iterator[tuple[int, Completion]]:
+        """As `generate`, but each answer as soon as it is there, with the index of its prompt.
+
+        Dropping the iterator ends the prompts that are not answered.
         """
         texts = _as_prompts(prompts)
         settings = _as_samplings(sampling, len(texts))
@@ -158,7 +183,7 @@ class Engine:
             for prompt, one in zip(texts, settings, strict=True)
         ]
         with self._aborting(requests):
-            return self._open_client().generate(requests)
+            yield from self._open_client().generate(requests)
 
     def stream(
         self,
@@ -292,5 +317,15 @@ def _progress(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
     if on_progress is not None or not sys.stderr.isatty():
         yield on_progress
         return
-    with contextlib.closing(LoadingBar()) as bar:
+    with contextlib.closing(ProgressBar()) as bar:
+        yield bar.update
+
+
+@contextlib.contextmanager
+def _progress_of_answers(num_prompts: int) -> Iterator[OnProgress]:
+    """Who is told of the answers: of several, a bar on a terminal; else nobody."""
+    if num_prompts < 2 or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with contextlib.closing(ProgressBar("answering", " prompts")) as bar:
         yield bar.update

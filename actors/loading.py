@@ -1,6 +1,6 @@
-"""A bar on the terminal that shows how much of the weights is loaded.
+"""Bars on the terminal: how much of the weights is loaded, how many prompts are answered.
 
-    (bytes loaded, bytes to load), again and again -> LoadingBar -> stderr
+    (done, to do), again and again -> ProgressBar -> stderr
 It appears once the total is known and goes no further than that. It remembers the bar.
 """
 
@@ -10,23 +10,25 @@ import shutil
 from typing import Any
 
 
-class LoadingBar:
-    """What `Engine.from_config` shows, and the commands, where stderr is a terminal."""
+class ProgressBar:
+    """What an Engine shows, and the commands, where stderr is a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "loading weights", unit: str = "B") -> None:
+        """what: is being done; unit: of what is counted, bytes over all ranks for weights."""
+        self._what, self._unit = what, unit
         self._bar: Any = None
 
     def update(self, done: int, total: int) -> None:
-        """Both in bytes over all ranks; total 0: not known yet."""
+        """How much is done of how much; total 0: not known yet."""
         from tqdm import tqdm
 
         if total and self._bar is None:
             # tqdm shows nothing on a terminal that does not tell its size.
             width, height = shutil.get_terminal_size()
             self._bar = tqdm(
-                desc="loading weights",
+                desc=self._what,
                 total=total,
-                unit="B",
+                unit=self._unit,
                 unit_scale=True,
                 ncols=width,
                 nrows=height,

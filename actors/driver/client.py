@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from outrider.actors.driver.messages import (
     Abort,
+    Answered,
     Call,
     Chunk,
     Completed,
@@ -42,7 +43,7 @@ from outrider.actors.errors import EngineClosedError, EngineDeadError, RequestEr
 from outrider.actors.ranks.connection import Address, Connector
 from outrider.actors.ranks.messages import DRIVER, Hello
 
-Replies = queue.SimpleQueue[Completed | Streamed | Stats | Failed]
+Replies = queue.SimpleQueue[Answered | Completed | Streamed | Stats | Failed]
 
 
 class EngineClient:
@@ -62,11 +63,11 @@ class EngineClient:
         self._thread.start()
         self._in_thread(self._connect)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Completion]]:
+        """Each answer as soon as it is there, with the index of its request."""
         for reply in self._call(Generate(next(self._numbers), list(requests))):
-            if isinstance(reply, Completed):
-                return reply.completions
-        raise AssertionError("a Generate ends with Completed or Failed")
+            if isinstance(reply, Answered):
+                yield reply.index, reply.completion
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         for reply in self._call(Stream(next(self._numbers), request)):
@@ -99,7 +100,9 @@ class EngineClient:
         self._in_thread(self._loop.stop)
         self._thread.join()
 
-    def _call(self, call: Generate | Stream | GetStats) -> Iterator[Completed | Streamed | Stats]:
+    def _call(
+        self, call: Generate | Stream | GetStats
+    ) -> Iterator[Answered | Completed | Streamed | Stats]:
         """The replies to one call, up to the last. Nothing is sent before the first is wanted."""
         try:  # what cannot be decoded must not reach the driver
             msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=Call)
@@ -170,9 +173,11 @@ class EngineClient:
         self._replies.clear()
 
 
-def _is_last(reply: Completed | Streamed | Stats | Failed) -> bool:
+def _is_last(reply: Answered | Completed | Streamed | Stats | Failed) -> bool:
     """True when no other reply to the same call follows."""
-    return not isinstance(reply, Streamed) or reply.chunk.finish_reason is not None
+    if isinstance(reply, Streamed):
+        return reply.chunk.finish_reason is not None
+    return not isinstance(reply, Answered)
 
 
 def _why_ended(run: concurrent.futures.Future[Any]) -> EngineDeadError:

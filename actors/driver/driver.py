@@ -155,9 +155,22 @@ class Driver:
                 "cluster.yaml"
             )
 
-    async def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
-        """All answers, in order. Nothing runs when one of the requests is refused."""
+    async def generate(
+        self,
+        asked: Sequence[GenerationRequest],
+        on_answer: Callable[[int, Completion], None] = lambda index, completion: None,
+    ) -> list[Completion]:
+        """All answers, in order. Nothing runs when one of the requests is refused.
+
+        on_answer: told of each answer as soon as it is there, with the index of its request.
+        """
         handles: list[Handle] = []
+
+        async def answer(index: int, handle: Handle) -> Completion:
+            completion = await handle.result()
+            on_answer(index, completion)
+            return completion
+
         checked = 0
         try:
             for one in asked:
@@ -165,7 +178,7 @@ class Driver:
                 checked += 1
             for one in asked:
                 handles.append(self.submit(one))
-            return list(await asyncio.gather(*(handle.result() for handle in handles)))
+            return list(await asyncio.gather(*map(answer, range(len(asked)), handles)))
         except RequestError as error:
             if len(asked) == 1:
                 raise

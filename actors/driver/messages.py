@@ -130,7 +130,8 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Answer all of these, then reply with Completed. `call` is on every reply to this call."""
+    """Answer all of these, each with an Answered, then reply with Completed. `call` is on every
+    reply to this call."""
 
     call: int
     requests: list[GenerationRequest]
@@ -163,11 +164,18 @@ Call = Generate | Stream | GetStats | Abort | Stop
 """What an Engine sends to its driver."""
 
 
-class Completed(msgspec.Struct, frozen=True, tag=True):
-    """All answers of a Generate, in the order of its requests."""
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """One answer of a Generate, as soon as it is there. index: of its request."""
 
     call: int
-    completions: list[Completion]
+    index: int
+    completion: Completion
+
+
+class Completed(msgspec.Struct, frozen=True, tag=True):
+    """All answers of a Generate have been sent."""
+
+    call: int
 
 
 class Streamed(msgspec.Struct, frozen=True, tag=True):
@@ -196,5 +204,5 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
     total_bytes: int
 
 
-Reply = Completed | Streamed | Stats | Failed | LoadProgress
+Reply = Answered | Completed | Streamed | Stats | Failed | LoadProgress
 """What a driver sends to its Engine."""

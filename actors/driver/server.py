@@ -15,8 +15,10 @@ from typing import Any, cast
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.messages import (
     Abort,
+    Answered,
     Call,
     Completed,
+    Completion,
     Failed,
     Failure,
     Generate,
@@ -78,7 +80,11 @@ class DriverServer:
                         async for chunk in self._driver.submit(request):
                             self._connection.send(Streamed(call.call, chunk))
                     case Generate(requests=requests):
-                        completions = await self._driver.generate(requests)
-                        self._connection.send(Completed(call.call, completions))
+
+                        def tell(index: int, completion: Completion) -> None:
+                            self._connection.send(Answered(call.call, index, completion))
+
+                        await self._driver.generate(requests, tell)
+                        self._connection.send(Completed(call.call))
             except Exception as error:  # whatever it is, the caller waits for it
                 self._connection.send(Failed(call.call, Failure.of(error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -120,6 +121,34 @@ def test_a_ragged_batch_beyond_the_slots_is_answered_in_order(engine: Engine):
         assert completion.prompt_ids == prompts[i]
         assert completion.token_ids == expected.tokens
         assert_counts(completion.stats, expected)
+
+
+@pytest.mark.ray
+def test_any_number_of_prompts_may_come_and_each_answer_as_soon_as_it_is_there(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More prompts than a server's queue takes. The long one comes first and is answered last."""
+    assert engine.spec.limits.max_queue < 1500
+    prompts = [[3 + i % 90] for i in range(1500)]
+    samplings = [Sampling(max_tokens=400 if i == 0 else 2, ignore_eos=True) for i in range(40)]
+    came = list(engine.as_completed(prompts[:40], samplings))
+    assert sorted(index for index, _ in came) == [*range(40)]
+    assert came[0][0] != 0
+    assert came[-1][0] == 0
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    done = engine.generate(prompts, Sampling(max_tokens=2, ignore_eos=True))
+    assert [one.prompt_ids for one in done] == prompts
+    assert all(len(one.token_ids) == 2 for one in done)
+    assert done[0].token_ids == planted.expected_counts(CHAIN, 3, 2, draft_tokens=5).tokens
+    shown = terminal.getvalue()
+    assert "answering" in shown
+    assert "1.50k/1.50k" in shown
+    iterator = engine.as_completed(prompts[:4], Sampling(max_tokens=400, ignore_eos=True))
+    next(iterator)
+    iterator.close()
+    assert engine.generate([5, 9], Sampling(max_tokens=1))
 
 
 @pytest.mark.ray

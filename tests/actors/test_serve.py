@@ -192,8 +192,8 @@ def test_the_kept_serve_config_is_what_is_built(repo: Path) -> None:
 
 
 def test_errors_reach_the_client_as_its_own(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="best_of"):
-        served.client.completions.create(model="tiny", prompt="a", best_of=2)
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        served.client.completions.create(model="tiny", prompt="a", suffix="b")
     with pytest.raises(openai.NotFoundError, match="not served here"):
         served.client.completions.create(model="gpt", prompt="a")
     with pytest.raises(openai.BadRequestError, match="1 too many"):
