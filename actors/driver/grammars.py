@@ -43,13 +43,13 @@ class GrammarChecker:
 
     async def check(self, grammar: Grammar) -> None:
         """RequestError for a grammar that cannot be compiled, or not within LIMIT_S."""
-        async with self._one_check:
-            if grammar not in self._verdicts:
-                self._verdicts[grammar] = await self._try(grammar)
-                if len(self._verdicts) > KEPT_VERDICTS:
-                    self._verdicts.popitem(last=False)
-            verdict = self._verdicts[grammar]
-        if verdict:
+        if grammar not in self._verdicts:
+            async with self._one_check:
+                if grammar not in self._verdicts:  # another caller may have asked meanwhile
+                    self._verdicts[grammar] = await self._try(grammar)
+                    if len(self._verdicts) > KEPT_VERDICTS:
+                        self._verdicts.popitem(last=False)
+        if verdict := self._verdicts[grammar]:
             raise _refusal(grammar, verdict)
 
     async def close(self) -> None:

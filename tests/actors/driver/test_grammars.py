@@ -87,6 +87,18 @@ def test_whatever_comes_is_answered_in_time_and_the_loop_goes_on() -> None:
     run(work)
 
 
+def test_a_grammar_that_is_known_does_not_wait_behind_a_slow_one() -> None:
+    async def work(checker: GrammarChecker) -> None:
+        slow = asyncio.ensure_future(checker.check(SLOW))
+        await asyncio.sleep(0.05)
+        await checker.check(GOOD)
+        assert not slow.done()
+        with pytest.raises(RequestError, match="takes more than"):
+            await slow
+
+    run(work)
+
+
 def test_a_caller_that_goes_does_not_leave_its_answer_to_the_next() -> None:
     async def work(checker: GrammarChecker) -> None:
         going = asyncio.ensure_future(checker.check(Grammar("regex", "(b")))
