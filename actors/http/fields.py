@@ -47,11 +47,8 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def changes_nothing(owner: str, name: str, value: object) -> bool:
-    """Whether a field with this value means the same as none. owner: the class that it is sent to.
-
-    null means that a field is absent, whatever its name.
-    """
-    if value is None or name in UNUSED.get(owner, ()):
+    """Whether a field with this value means the same as none. owner: the class that gets it."""
+    if name in UNUSED.get(owner, ()):
         return True
     neutral = NEUTRAL.get(owner, {}).get(name, ())
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -43,6 +43,9 @@ SETTINGS = [
         temperature=0.9, seed=2, top_k=40, min_tokens=9, logit_bias=((17, 4.0), (1499, -9.0)),
         max_tokens=20,
     ),
+    Sampling(temperature=1.0, seed=9, top_p=0.9, allowed_ids=(3, 7, 33, 640, 1400), logprobs=2,
+             banned_ids=(33,), min_tokens=9),
+    Sampling(banned_ids=tuple(range(0, 1500, 2))),
 ]  # fmt: skip
 EVERYTHING = SamplingFeatures(drawn=True, filtered=True, edited=True, logprobs=20)
 

@@ -194,13 +194,22 @@ def test_all_unsupported_fields_are_named_at_once() -> None:
         parse(ChatBody, json.dumps({"messages": [USER], **many}).encode())
 
 
+def parsed_or_none(kind: type[Settings], data: bytes) -> Settings | None:
+    """The body, None where it is refused."""
+    try:
+        return parse(kind, data)
+    except ApiError:
+        return None
+
+
 def test_null_is_absent_everywhere() -> None:
     """Null in any field, known or not, means the same as a body without it."""
     nulls = dict.fromkeys((*NEUTRAL["Settings"], *UNUSED["Settings"], "whatever"))
     for kind, data in ((ChatBody, {"messages": [USER]}), (CompletionBody, {"prompt": "a"})):
         kept = kind.model_fields.keys() - data.keys()
         full: dict[str, Any] = {**nulls, **dict.fromkeys(kept), **data}
-        assert parse(kind, json.dumps(full).encode()) == parse(kind, json.dumps(data).encode())
+        plain = json.dumps(data).encode()
+        assert parsed_or_none(kind, json.dumps(full).encode()) == parse(kind, plain)
     inner = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a", "x": None}], "name": None},
@@ -267,7 +276,8 @@ def test_unknown_fields_are_dropped_where_the_server_says_so() -> None:
             assert (await client.post("/v1/chat/completions", json=chat(**strange))).is_success
             for fields, param in (({"tools": [TOOL]}, "tools"), ({"top_p": 7}, "top_p")):
                 wrong = await client.post("/v1/chat/completions", json=chat(mood=1, **fields))
-                assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)
+                assert wrong.status_code == 400
+                assert wrong.json()["error"]["param"] == param
 
     run(work)
 
