@@ -18,7 +18,9 @@ from ray.util.placement_group import placement_group_table
 
 from outrider.actors import job
 from outrider.actors.engine import Engine, Sampling
+from outrider.actors.http.prompts import banned_ids
 from outrider.model.config import ConfigError
+from outrider.model.text import Tokenizer
 from tests.actors.footprint import held_cpus, wait_until_free
 from tests.conftest import RunningCluster
 from tests.test_end_to_end import PROMPTS, TINY
@@ -187,29 +189,46 @@ def test_a_job_answers_its_file_and_a_rerun_only_the_rest(
         "max_tokens": 6,
         "seed": 1,
     }
+    forms = {
+        "id": "forms", "prompt": "ignored " + PROMPTS[0], "max_tokens": 12, "temperature": 0,
+        "truncate_prompt_tokens": len(Tokenizer(TINY).encode(PROMPTS[0])),
+        "stop": ["e"], "include_stop_str_in_output": True, "stream": False, "n": 1, "user": None,
+        "bad_words": ["a"], "return_token_ids": True,
+    }  # fmt: skip
     wrong = {"id": "wrong", "prompt": "a", "best_of": 2}
-    source = write(tmp_path / "in.jsonl", [*prompts, chat, wrong])
+    source = write(tmp_path / "in.jsonl", [*prompts, chat, forms, wrong])
     earlier = {"id": "p1", "text": f"from an earlier run: {BREAKS}"}
     output = write(tmp_path / "out.jsonl", [earlier])
     args = ["--input", str(source), "--output", str(output), "--model", str(TINY)]
     assert job.main(args) == job.SOME_REFUSED
     records = {record["id"]: record for record in lines_of(output)}
     assert list(records) == ["p1", *[i for i in records if i != "p1"]]
-    assert records.keys() == {"p0", "p1", "p2", "chat", "wrong"}
+    assert records.keys() == {"p0", "p1", "p2", "chat", "forms", "wrong"}
     assert records["p1"] == earlier
     assert "best_of" in records["wrong"]["error"]
     assert records["chat"]["finish_reason"] in ("length", "stop")
     assert records["p0"]["usage"]["speculation"]["drafted_tokens"] > 0
     err = capsys.readouterr().err
-    assert "5 lines, 1 answered before" in err
+    assert "6 lines, 1 answered before" in err
     assert "s: starting the driver and 2 ranks" in err
 
-    write(source, [*prompts, chat])
+    write(source, [*prompts, chat, forms])
     assert job.main(args) == 0  # all are there: no engine starts
-    assert "4 lines, 4 answered before" in capsys.readouterr().err
+    assert "5 lines, 5 answered before" in capsys.readouterr().err
     right = tiny.generate(PROMPTS[:3], Sampling(max_tokens=12, draft_tokens=0))
     for i in (0, 2):
         assert records[f"p{i}"]["text"] == right[i].text
+    told = records["forms"]
+    banned = banned_ids(Tokenizer(TINY), ["a"])
+    (form,) = tiny.generate(
+        told["prompt_token_ids"],
+        Sampling(max_tokens=12, banned_ids=banned, draft_tokens=0),
+        stop=["e"],
+        include_stop=True,
+    )
+    assert len(told["prompt_token_ids"]) == forms["truncate_prompt_tokens"]
+    assert told["text"] == form.text
+    assert told["text"].endswith("e")
 
     assert job.main(["--input", str(tmp_path / "none"), "--output", str(output)]) == 2
 
