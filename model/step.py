@@ -19,7 +19,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
-MAX_BANNED_IDS = 1024
+MAX_ALLOWED_IDS = MAX_BANNED_IDS = 1024
 SMALLEST_TOP_P = 1e-6
 
 
@@ -154,7 +154,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _rules_of_ids(self) -> tuple[tuple[str, bool, str], ...]:
         """Field, whether it keeps its rule, and the rule: of allowed_ids and banned_ids."""
         return (
-            ("allowed_ids", all(i >= 0 for i in self.allowed_ids), "ids are 0 or more"),
+            (
+                "allowed_ids",
+                len(self.allowed_ids) <= MAX_ALLOWED_IDS and all(i >= 0 for i in self.allowed_ids),
+                f"must hold at most {MAX_ALLOWED_IDS} token ids, 0 or more",
+            ),
             (
                 "allowed_ids",
                 not self.allowed_ids or not set(self.allowed_ids) <= set(self.banned_ids),

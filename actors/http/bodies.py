@@ -18,7 +18,13 @@ from pydantic_core import PydanticCustomError
 
 from outrider.actors.http.fields import changes_nothing
 from outrider.actors.http.structured import Structured
-from outrider.model.step import MAX_DRAFT_TOKENS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling
+from outrider.model.step import (
+    MAX_ALLOWED_IDS,
+    MAX_DRAFT_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    Sampling,
+)
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 16, 256, 64
 MAX_BAD_WORDS, MAX_TEMPLATE_CHARS = 64, 1 << 16
@@ -248,7 +254,9 @@ class Settings(Structured, Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None
+    ) = None
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] = []
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
     priority: Annotated[Whole, Field(ge=-MAX_ID, le=MAX_ID)] = 0

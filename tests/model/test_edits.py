@@ -223,6 +223,9 @@ def test_log_probs_of_ties() -> None:
         ("min_tokens", 17),
         ("logprobs", 21),
         ("stop_ids", tuple(range(129))),
+        ("allowed_ids", tuple(range(1025))),
+        ("allowed_ids", (-1,)),
+        ("banned_ids", tuple(range(1025))),
     ],
 )
 def test_values_out_of_range_are_named(name: str, value: object) -> None:

@@ -41,6 +41,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("completions", {"best_of": 2, "stream": True}, "best_of"),
     ("completions", {"best_of": 200}, "n"),
     ("completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("completions", {"allowed_token_ids": [5] * 1025}, "allowed_token_ids"),
     ("completions", {"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
     (
         "completions",
