@@ -18,6 +18,12 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
 
+# Tests that only compute, on one thread each: they run in several processes. The others start
+# processes and measure time, so they have the machine for themselves.
+COMPUTE_TESTS := tests/model tests/parallel
+# With PYTEST_ARGS, one of the two parts may hold no test that is wanted (exit status 5 of pytest).
+NONE_IS_FINE := $(if $(PYTEST_ARGS),|| [ $$$$? -eq 5 ])
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -40,7 +46,8 @@ demo: $(RUN)
 	@$(DEMO) --prompt "$$DEMO_PROMPT"
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(COMPUTE_TESTS) $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(BIN)/python -m pytest $(COMPUTE_TESTS:%=--ignore=%) $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 mutants: $(DEV)
 	$(BIN)/python -m tests.mutants $(MUTANTS)
