@@ -11,7 +11,7 @@ Letters: O rows and K columns of a weight | E experts | I MLP columns | H hidden
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,16 +118,15 @@ class StoredWeight:
         table, (block_rows, block_columns) = self.tables["scales"], self.quantisation.block
         wanted = torch.tensor(columns) // block_columns
         a, b = int(wanted[0]), int(wanted[-1]) + 1
-        if self.quantisation.method == "gptq":  # [K / group, O]
-            first, last = rows[0], rows[-1] + 1
-            part = table.read((a, b), (first, last)).float().t()
-            return part[torch.tensor(rows) - first][:, wanted - a]
         parts = []
         for run, (start, stop) in self._runs_of((rows[0], rows[-1] + 1)):
             own = torch.tensor([row for row in rows if start <= row < stop])
             at = (own + run.at - run.first) // block_rows
             first, last = int(at[0]), int(at[-1]) + 1
-            part = table.read((first, last), (a, b), run.index).float()
+            if self.quantisation.method == "gptq":  # [K / group, O]
+                part = table.read((a, b), (first, last)).float().t()
+            else:
+                part = table.read((first, last), (a, b), run.index).float()
             parts.append(part[at - first][:, wanted - a])
         return torch.cat(parts)
 
@@ -138,9 +137,12 @@ class StoredWeight:
         are not in order.
         """
         assert self.quantisation is not None, "only codes are unpacked"
-        (source,) = (run.source for run in self.runs)
         first, last = columns[0] // CODES_IN_WORD, -(-columns[1] // CODES_IN_WORD)
-        words = source.read((first, last), rows)  # int32 [K / 8, O]
+        parts = []
+        for run, (a, b) in self._runs_of(rows):
+            at = run.at + a - run.first
+            parts.append(run.source.read((first, last), (at, at + b - a)))  # int32 [K / 8, O]
+        words = torch.cat(parts, 1)
         shifts = torch.arange(0, 32, 32 // CODES_IN_WORD, dtype=torch.int32)
         codes = (words.unsqueeze(1) >> shifts[:, None]) & 15  # [K / 8, 8, O]
         start = columns[0] - first * CODES_IN_WORD
@@ -250,7 +252,7 @@ class Checkpoint:
                 break
             if model.quantisation.method == "gptq" and ending == "qweight":
                 tables = {k: rest.pop(f"{module}.{k}", None) for k in GPTQ_TABLES}
-                self._add_gptq(f"{module}.weight", tables, model.quantisation)
+                self._add_gptq(f"{module}.weight", tables, model)
             elif model.quantisation.method == "fp8" and name.endswith(FP8_SCALES):
                 codes = name.removesuffix(FP8_SCALES)
                 if codes in rest:
@@ -258,9 +260,9 @@ class Checkpoint:
         for name, tensor in rest.items():
             self._add(name, tensor, model, None)
 
-    def _add_gptq(
-        self, name: str, tables: dict[str, Stored | None], quantisation: Quantisation
-    ) -> None:
+    def _add_gptq(self, name: str, tables: dict[str, Stored | None], model: ModelConfig) -> None:
+        quantisation = model.quantisation
+        assert quantisation is not None, "such codes are read where the config has them"
         codes, scales = tables.pop("qweight"), tables["scales"]
         if codes is None or scales is None:
             raise ConfigError(f"{self.model_dir}: {name}: GPTQ's scales are missing beside qweight")
@@ -271,13 +273,16 @@ class Checkpoint:
             raise ConfigError(
                 f"{self.model_dir}: {scales.name} is {scales.shape}, {wanted} is needed"
             )
-        self.weights[name] = StoredWeight(
-            shape=(rows, columns),
-            dtype=codes.dtype,
-            runs=(RowRun(0, rows, codes),),
-            quantisation=quantisation,
-            tables={key: table for key, table in tables.items() if table is not None},
-        )
+        present = {key: table for key, table in tables.items() if table is not None}
+
+        def add(name: str, runs: Sequence[RowRun]) -> None:
+            num_rows = sum(run.length for run in runs)
+            self.weights[name] = StoredWeight(
+                (num_rows, columns), codes.dtype, tuple(runs), quantisation, present
+            )
+
+        if not self._add_packed(name, codes, rows, model, add):
+            add(name, [RowRun(0, rows, codes)])
 
     def _add(self, name: str, tensor: Stored, model: ModelConfig, scales: Stored | None) -> None:
         """The weights that a tensor of the files holds."""
@@ -287,41 +292,51 @@ class Checkpoint:
             self._check_scales(tensor, scales, model.quantisation)
             tables = {"scales": scales}
         quantisation = model.quantisation if scales is not None else None
+        module, _, ending = name.rpartition(".")
+        is_fused = len(shape) == 3 and ending in ("gate_up_proj", "down_proj")
 
-        def add(name: str, columns: tuple[int, ...], runs: Sequence[RowRun]) -> None:
-            rows = sum(run.length for run in runs)
+        def add(name: str, runs: Sequence[RowRun]) -> None:
+            rows, columns = sum(run.length for run in runs), shape[2 if is_fused else 1 :]
             self.weights[name] = StoredWeight(
                 (rows, *columns), dtype, tuple(runs), quantisation, tables
             )
 
-        module, _, ending = name.rpartition(".")
-        if len(shape) == 3 and ending in ("gate_up_proj", "down_proj"):
+        if is_fused:
             for expert in range(shape[0]):
                 parts = ("gate_proj", "up_proj") if ending == "gate_up_proj" else ("down_proj",)
                 rows = shape[1] // len(parts)
                 for number, part in enumerate(parts):
                     run = RowRun(0, rows, tensor, number * rows, expert)
-                    add(f"{module}.{expert}.{part}.weight", (shape[2],), [run])
-            return
-        for packed, parts in _packed_parts(model).items():
-            if name.endswith(f".{packed}.weight"):
-                prefix = name.removesuffix(f"{packed}.weight")
-                self._add_packed(prefix, parts, tensor, model.gdn.num_k_heads, add)
-                return
-        add(name, tuple(shape[1:]), [RowRun(0, shape[0] if shape else 1, tensor)])
+                    add(f"{module}.{expert}.{part}.weight", [run])
+        elif not self._add_packed(name, tensor, shape[0] if shape else 1, model, add):
+            add(name, [RowRun(0, shape[0] if shape else 1, tensor)])
 
     def _add_packed(
-        self, prefix: str, parts: dict[str, Sequence[Span]], tensor: Stored, heads: int, add: Any
-    ) -> None:
-        """Unpack a tensor [heads * unit, H]: each weight takes some rows of every unit."""
-        unit = tensor.shape[0] // heads
-        for name, taken in parts.items():
-            runs, first = [], 0
-            for start, width in taken:
-                for head in range(heads):
-                    runs.append(RowRun(first, width, tensor, head * unit + start))
-                    first += width
-            add(f"{prefix}{name}.weight", tuple(tensor.shape[1:]), runs)
+        self,
+        name: str,
+        tensor: Stored,
+        num_rows: int,
+        model: ModelConfig,
+        add: Callable[[str, Sequence[RowRun]], None],
+    ) -> bool:
+        """Add the weights of a packed projection, each of which takes some rows of every key head.
+
+        num_rows: those of the tensor. False where it is no packed projection.
+        """
+        heads = model.gdn.num_k_heads
+        for packed, parts in _packed_parts(model).items():
+            if not name.endswith(f".{packed}.weight"):
+                continue
+            prefix, unit = name.removesuffix(f"{packed}.weight"), num_rows // heads
+            for part, taken in parts.items():
+                runs, first = [], 0
+                for start, width in taken:
+                    for head in range(heads):
+                        runs.append(RowRun(first, width, tensor, head * unit + start))
+                        first += width
+                add(f"{prefix}{part}.weight", runs)
+            return True
+        return False
 
     def _check_scales(self, tensor: Stored, scales: Stored, quantisation: Quantisation) -> None:
         *experts, rows, columns = tensor.shape

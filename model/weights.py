@@ -104,6 +104,13 @@ def _check(
     folder, weights = checkpoint.model_dir, checkpoint.weights
     needed = {piece.name: piece.shape for rule in table for piece in rule.pieces}
     present = sorted(name for name in weights if not is_ignored(name, model, run))
+    if unscaled := [
+        name for name in present if name in needed and _lacks_scales(weights[name], model)
+    ]:
+        raise ConfigError(
+            f"{folder}: {_listed(unscaled)}: FP8 without the weight_scale_inv that belongs to it. "
+            f"Download the checkpoint again."
+        )
     if quantisation := _unreadable(weights, present, needed):
         raise ConfigError(
             f"{folder}: this is a quantised checkpoint ({quantisation}). Set `model` to the "
@@ -153,6 +160,12 @@ def _unreadable(
     methods = [method for suffix, method in QUANTISED_SUFFIXES.items() if suffix in endings]
     more = [f"{len(codes) - 1} more"] if len(codes) > 1 else []
     return "; ".join(methods[:1] + codes[:1] + more)
+
+
+def _lacks_scales(weight: StoredWeight, model: ModelConfig) -> bool:
+    """Whether a weight of an FP8 release has codes and no scales."""
+    is_release = model.quantisation is not None and model.quantisation.method == "fp8"
+    return is_release and weight.quantisation is None and weight.dtype == FP8_DTYPE
 
 
 def _is_readable(weight: StoredWeight) -> bool:

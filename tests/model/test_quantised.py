@@ -40,6 +40,7 @@ FORMS: dict[str, tuple[dict, Callable[[dict[str, torch.Tensor]], Quantised]]] = 
     "int4, everywhere": (DENSE, partial(gptq, group=20, excluded=())),
     "int4 mixture": (MIXTURE, partial(gptq, group=12)),
     "int4 next": (NEXT, partial(gptq, group=128)),
+    "int4 next, packed": (NEXT, partial(gptq, group=20, excluded=())),
 }
 NUM_NEW = 12
 PROMPTS = [prompt_of(n) for n in (9, 33)]

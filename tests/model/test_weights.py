@@ -287,7 +287,7 @@ UP = "model.layers.0.mlp.experts.2.up_proj"
         (
             "fp8",
             lambda t: t.pop(f"{UP}.weight_scale_inv"),
-            (r"experts\.2\.up_proj\.weight is F8_E4M3",),
+            (r"experts\.2\.up_proj\.weight: FP8 without the weight_scale_inv",),
         ),
         ("fp8", lambda t: t.pop(f"{UP}.weight"), ("FP8 with a scale for each block",)),
         (
