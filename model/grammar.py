@@ -169,6 +169,11 @@ class Grammars:
         if self._eos_ids and Tokenizer.exists(model_dir):
             self._trie = self._pool.submit(_trie_of, model_dir, vocab_size, tuple(eos_ids))
 
+    @property
+    def are_possible(self) -> bool:
+        """Whether the checkpoint has a tokenizer and an EOS token, which grammars need."""
+        return self._trie is not None
+
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher for a new request. It waits for the grammar when it is asked for something.
 

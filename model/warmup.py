@@ -54,7 +54,7 @@ def _run_captured_shapes(runner: Runner) -> None:
     drafter = runner.executor.drafter
     for batch in runner.packer.captured_batches():
         runner.run_iteration(batch)
-        if batch.features.masked:
+        if batch.features.masked and runner.grammars.are_possible:
             runner.run_in_two(batch, lambda drafts: None)
         if drafter is not None and runner.run.auto_depth and batch.key[1:] == (0,):
             for width in powers_of_two(1, backlog.ROWS):

@@ -28,7 +28,16 @@ from outrider.model.folder import local_folder
 from outrider.parallel import affinity
 
 State = Literal["ok", "warning", "error"]
-PACKAGES = ("torch", "ray", "pyzmq", "msgspec", "safetensors", "tokenizers", "transformers")
+PACKAGES = (
+    "torch",
+    "ray",
+    "pyzmq",
+    "msgspec",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "llguidance",
+)
 NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 DRIVERS = {
     "cuda": ("proc/driver/nvidia/version", "install NVIDIA's driver"),
