@@ -28,10 +28,14 @@ from outrider.model.plan import storages
 from outrider.model.qwen3_5 import Qwen35
 from outrider.model.sampling import NO_FEATURES
 from outrider.model.slots import SlotTensors
+from outrider.model.step import MAX_LOGPROBS
 from outrider.model.weights import head_share
 from outrider.parallel.device import Device
 from outrider.parallel.operands import GatheredSlots, PickRows
 from outrider.parallel.vocab import Fp8Head, LMHead
+
+SCORED_ROWS = 64
+"""The most rows of a prompt whose logits are held at a time, to make log probabilities of them."""
 
 RunPiece = Callable[[int | str, Callable[[], Any]], Any]
 """(name of a piece of an iteration, its work) -> what the work returns. Draft passes are named by
@@ -250,11 +254,12 @@ class Executor:
             "kv": sum(t.nbytes for part in pages for t in part.tensors()),
         }
 
-    def prefill(self, chunk: PromptChunk) -> tuple[Tensor, Tensor] | None:
+    def prefill(self, chunk: PromptChunk) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Run a chunk's prompt tokens through the target and the draft.
 
-        -> of the prompts that end in it the greedy first tokens [E] int64, and the hiddens [E, H]
-        that made them; None when no prompt ends.
+        -> the target's hiddens [B, T, H], valid until its next pass; and of the prompts that end in
+        the chunk the greedy first tokens [E] int64 with the hiddens [E, H] that made them, or None
+        when no prompt ends.
         """
         rows = self.slots.rows(
             chunk.slots,
@@ -271,22 +276,33 @@ class Executor:
         self.states.fold.index_fill_(0, chunk.slots, 0)
         self.slots.length[chunk.slots] = chunk.first + chunk.counts
         if chunk.ends is None:
-            return None
+            return hidden, None
         slots, last_rows = chunk.slots[chunk.ends], chunk.counts[chunk.ends] - 1
         last_hidden = hidden[chunk.ends, last_rows]  # [E, H]
         tokens = self.head.greedy(last_hidden)
         self.slots.last[slots] = tokens
         self.slots.kept.index_fill_(0, slots, 1)
         self.slots.fresh[slots, 0], self.slots.hidden[slots, 0] = tokens, last_hidden
-        return tokens, last_hidden
+        return hidden, (tokens, last_hidden)
+
+    def score_prompt(self, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        """Log probabilities of the tokens that follow rows of a prompt.
+
+        hidden [N, H] of prefill, following [N] int64, both of real rows alone -> ids int64 and
+        values float32 [N, 1 + MAX_LOGPROBS] (sampling.log_probs).
+        """
+        pieces = zip(hidden.split(SCORED_ROWS), following.split(SCORED_ROWS))
+        scores = [self.head.log_probs(rows, tokens, MAX_LOGPROBS) for rows, tokens in pieces]
+        ids, values = zip(*scores)
+        return torch.cat(ids), torch.cat(values)
 
     def pick_firsts(
         self, chunk: PromptChunk, tokens: Tensor, last_hidden: Tensor
     ) -> tuple[Tensor, ...]:
         """The first tokens [E, 1] of prompts, picked as their requests say.
 
-        tokens, last_hidden: what prefill returned. Where log probabilities are asked for, their ids
-        and values [E, 1, 1 + n] follow (sampling.log_probs).
+        tokens, last_hidden: what prefill returned of them. Where log probabilities are asked for,
+        their ids and values [E, 1, 1 + n] follow (sampling.log_probs).
         """
         if chunk.features == NO_FEATURES or chunk.ends is None:
             return (tokens.unsqueeze(1),)

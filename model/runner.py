@@ -11,7 +11,7 @@ Letters: B requests of a batch | n likeliest tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.model import ablation, backlog
-from outrider.model.batch import BatchPacker, DecodeBatch
+from outrider.model.batch import BatchPacker, DecodeBatch, PromptChunk
 from outrider.model.config import RunConfig, load_config
 from outrider.model.executor import Drafter, Executor, run_at_once
 from outrider.model.grammar import GrammarError, Grammars
@@ -136,10 +136,12 @@ class Runner:
     def _launch(self) -> InFlightStep:
         """Enqueue prompt chunks, then an iteration over the requests that decode."""
         groups = self.prefill_policy.next_chunks(self.slots.prefilling())
-        firsts = [first for group in groups if (first := self._launch_prompt(group))]
+        step = InFlightStep()
+        for group in groups:
+            self._launch_prompt(group, step)
         requests = self.slots.decoding()
         if not requests:
-            return InFlightStep(firsts)
+            return step
         depth = min(self.depth, max(r.draft_tokens for r in requests))
         limits = [min(r.draft_tokens, r.tokens_needed - 1, depth) for r in requests]
         batch = self.packer.decode(requests, limits, depth)
@@ -154,10 +156,12 @@ class Runner:
         for request in requests:
             request.launch_rows(batch.num_drafts + 1)
         taken = min(batch.num_drafts, depth)
-        return InFlightStep(firsts, InFlight(self.device.fetch(results), requests, limits, taken))
+        fetched = self.device.fetch(results)
+        return replace(step, iteration=InFlight(fetched, requests, limits, taken))
 
-    def _launch_prompt(self, group: PaddedSpans) -> InFlight | None:
-        """Enqueue a chunk; -> the first tokens of the prompts that end in it, None without any.
+    def _launch_prompt(self, group: PaddedSpans, step: InFlightStep) -> None:
+        """Enqueue a chunk, and add what it brings to `step`: the first tokens of the prompts that
+        end in it, and log probabilities of its tokens where they are asked for.
 
         A captured chunk picks the likeliest token. Where that is not what a request asks for, its
         token is picked anew after the replay.
@@ -166,18 +170,31 @@ class Runner:
         if self.device.capabilities.prompt_graphs:
             captured = self.packer.captured_prompt(chunk)
             work = partial(self.executor.prefill, captured)
-            first = self.graphs.run(("prefill", group.width), work, needed=False)
+            hidden, first = self.graphs.run(("prefill", group.width), work, needed=False)
         else:
-            first = self.executor.prefill(chunk)
+            hidden, first = self.executor.prefill(chunk)
+        step.scores.extend(self._score(group, chunk, hidden))
         for span in group.spans:
             span.request.launch_prompt(span.count)
         ending = [span.request for span in group.spans if span.ends_prompt]
         if not ending:
-            return None
+            return
         assert first is not None, "a prompt that ends yields a token"
         for request in ending:
             self._allow(request, [], 0)
-        return InFlight(self.device.fetch(self.executor.pick_firsts(chunk, *first)), ending)
+        picked = self.executor.pick_firsts(chunk, *first)
+        step.firsts.append(InFlight(self.device.fetch(picked), ending))
+
+    def _score(self, group: PaddedSpans, chunk: PromptChunk, hidden: Tensor) -> Iterator[InFlight]:
+        """Log probabilities of the prompt tokens that follow the rows of a chunk, by request that
+        asks for them. hidden [B, T, H]: of the chunk. The last token of a prompt has no follower.
+        """
+        for index, span in enumerate(group.spans):
+            count = span.count - span.ends_prompt
+            if count and span.request.sampling.prompt_logprobs is not None:
+                rows = hidden[index, :count], chunk.following[index, :count]
+                scores = self.executor.score_prompt(*rows)
+                yield InFlight(self.device.fetch(scores), [span.request])
 
     def _catch_up(self, requests: list[RunningRequest], batch: DecodeBatch) -> None:
         """Before `batch`, have the draft see the rows that wait in its backlog.
@@ -280,8 +297,15 @@ class Runner:
         return progress
 
     def _read_firsts(self, step: InFlightStep) -> list[Progress]:
-        """Wait for the first tokens of a step; the second time there are none."""
+        """Wait for the log probabilities of prompts and then the first tokens of a step; the second
+        time there are none."""
         progress = []
+        for scored in step.scores:
+            (request,) = scored.requests
+            ids, values = scored.results.wait()
+            rows = _rows_of(ids, values, request.sampling.prompt_logprobs or 0)
+            progress += self.slots.add_prompt_scores(request, rows)
+        step.scores.clear()
         for first in step.firsts:
             tokens, *log_probs = first.results.wait()
             for index, (request, token) in enumerate(zip(first.requests, tokens.tolist())):
@@ -302,5 +326,11 @@ def _log_probs(
     top = request.sampling.logprobs
     if top is None:
         return []
-    ids, values = (part[index, :, : top + 1].tolist() for part in log_probs)
-    return [list(zip(*row)) for row in zip(ids, values)]
+    ids, values = (part[index] for part in log_probs)
+    return _rows_of(ids, values, top)
+
+
+def _rows_of(ids: Tensor, values: Tensor, top: int) -> list[list[tuple[int, float]]]:
+    """ids and values [rows, 1 + n] -> of each row the first 1 + top pairs of them."""
+    rows = zip(ids[:, : top + 1].tolist(), values[:, : top + 1].tolist())
+    return [list(zip(*row)) for row in rows]

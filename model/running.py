@@ -192,6 +192,23 @@ class SlotTable:
             )
         ]
 
+    def add_prompt_scores(
+        self, request: RunningRequest, rows: list[list[tuple[int, float]]]
+    ) -> list[Progress]:
+        """Progress.prompt_logprobs of a request -> one Progress; none when it has left."""
+        join = request.join
+        if not self._holds(join.slot, join.request):
+            return []
+        return [
+            Progress(
+                request=join.request,
+                slot=join.slot,
+                tokens=[],
+                verified=False,
+                prompt_logprobs=rows,
+            )
+        ]
+
     def draft_limit(self) -> int | None:
         """The most drafts that an iteration may make for any request; None without a request."""
         return max((r.draft_tokens for r in self._requests.values()), default=None)
@@ -227,7 +244,9 @@ class InFlight:
 class InFlightStep:
     """A launched step of which not all results have been read."""
 
-    firsts: list[InFlight]
+    firsts: list[InFlight] = field(default_factory=list)
     """The first tokens of prompts that ended, by prompt chunk."""
+    scores: list[InFlight] = field(default_factory=list)
+    """What Executor.score_prompt returned, of one request each, in the order of their tokens."""
     iteration: InFlight | None = None
     """The iteration of the step; None when no request decoded."""

@@ -83,6 +83,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     They belong to the model's own distribution, before any edit, temperature or filter.
     """
+    prompt_logprobs: int | None = None
+    """As logprobs, for each token of the prompt but its first, which follows nothing."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the answer, beside EOS."""
     ignore_eos: bool = False
@@ -122,11 +124,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must lie in [0, max_tokens]"),
             (
-                "logprobs",
-                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-                f"must lie in [0, {MAX_LOGPROBS}]",
-            ),
-            (
                 "stop_ids",
                 len(self.stop_ids) <= MAX_STOP_IDS and all(i >= 0 for i in self.stop_ids),
                 f"must hold at most {MAX_STOP_IDS} token ids, 0 or more",
@@ -147,7 +144,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "must be false with a grammar, whose answers end with EOS",
             ),
         )
-        for name, holds, rule in rules + self._rules_of_ids():
+        for name, holds, rule in rules + self._rules_of_ids() + self._rules_of_logprobs():
             if not holds:
                 raise ValueError(f"sampling.{name} = {getattr(self, name)!r}: {rule}")
 
@@ -174,6 +171,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 self.grammar is None or not (self.allowed_ids or self.banned_ids),
                 "not together with a grammar, nor banned_ids: no token might be left",
             ),
+        )
+
+    def _rules_of_logprobs(self) -> tuple[tuple[str, bool, str], ...]:
+        """As _rules_of_ids: of logprobs and prompt_logprobs."""
+        asked = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        rule = f"must lie in [0, {MAX_LOGPROBS}]"
+        return tuple(
+            (name, count is None or 0 <= count <= MAX_LOGPROBS, rule)
+            for name, count in asked.items()
         )
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Sampling:
@@ -256,6 +262,9 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: list[list[tuple[int, float]]] = []
     """Where asked for, one list for each of `tokens`: the (id, log probability) of the token, then
     those of the likeliest tokens, best first."""
+    prompt_logprobs: list[list[tuple[int, float]]] = []
+    """Where asked for: of the next tokens of the prompt, in the form of `logprobs`, from its second
+    token on. They come in progress of their own, without tokens and before the first of those."""
     finish: str | None = None
     """"stop" (EOS or stop id), "length", or None while the request goes on."""
     error: str = ""

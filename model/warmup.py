@@ -1,6 +1,6 @@
 """What runs before the first request, so that no request waits for a first time.
 
-    warm_up(runner): short requests, greedy and sampled, for prompts and what follows them
+    warm_up(runner): short requests, greedy, sampled and scored, for prompts and what follows them
                      a batch of padding alone for each shape of iteration that is captured
 
 Where graphs are captured, a shape runs eagerly the first time and is captured the second time, so
@@ -26,7 +26,9 @@ def warm_up(runner: Runner) -> None:
         for width in runner.prefill_policy.widths or (MIN_CAPTURED_ROWS,):
             _answer(runner, width, Sampling())
         _answer(runner, 1, Sampling(temperature=1.0))
-        _answer(runner, 1, Sampling(temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=1))
+        edited = Sampling(temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=1)
+        _answer(runner, 1, edited)
+        _answer(runner, MIN_CAPTURED_ROWS, Sampling(prompt_logprobs=1))
         _run_captured_shapes(runner)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.parallel.device import Device
 from outrider.parallel.formats import FP8_MAX
 from outrider.parallel.operands import PickRows, SamplingFeatures, SlotSampling
+from outrider.parallel.sampling import log_probs
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,6 +52,12 @@ class LMHead:
         """
         local = self.ops.head_logits(hidden, self.weight, self.scales)
         return self.group.all_gather(local).transpose(0, 1).flatten(1).float()
+
+    def log_probs(self, hidden: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+        """hidden [N, H], and the tokens [N] int64 that follow these rows -> ids and their log
+        probabilities [N, 1 + num_top], the same on every rank: as sampling.log_probs."""
+        logits = self.ops.head_logits(hidden, self.weight, self.scales).float()
+        return log_probs(logits, tokens, num_top, self.first_id, self.group)
 
     def pick(
         self,

@@ -38,6 +38,7 @@ class Output:
     iterations: int = 0
     kept: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     error: str = ""
 
 
@@ -70,6 +71,10 @@ class BlockAllocator:
             out = self.outputs[p.request]
             assert out.finish is None
             assert not out.error
+            if p.prompt_logprobs:
+                assert out.tokens == p.tokens == [], "log probabilities of the prompt come first"
+                out.prompt_logprobs += p.prompt_logprobs
+                continue
             out.tokens += p.tokens
             out.logprobs += p.logprobs
             out.drafted += p.drafted

@@ -190,4 +190,11 @@ SAMPLING_FAULTS = (
         "self._matcher, []",
         GRAMMARS + "an_illegal_draft_is_cut_with_all_behind_it[3]",
     ),
+    Fault(
+        "log probabilities of a prompt are those of the rows' own tokens",
+        "model/runner.py",
+        "chunk.following[index, :count]",
+        "chunk.tokens[index, :count]",
+        "tests/model/test_prompt_scores.py::test_they_are_those_of_transformers[1-16-3]",
+    ),
 )

@@ -75,6 +75,9 @@ class Completion:
     finish_reason: str
     seed: int
     stats: RequestStats
+    prompt_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
+    """In the form of `logprobs`, one for each of `prompt_ids`: None for the first, which follows
+    nothing. Empty unless sampling.prompt_logprobs asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,8 @@ class Chunk:
     token_ids: list[int]
     text: str
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
+    """On the first chunk: as Completion.prompt_logprobs."""
     at_s: float = 0.0
     """From submit to the newest of these tokens, on the driver's clock."""
     finish_reason: str | None = None

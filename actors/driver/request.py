@@ -87,6 +87,9 @@ class Request:
         self._num_taken = 0
         self._logprobs: list[list[tuple[int, float]]] = []
         """Of the tokens that no chunk has carried yet."""
+        asks = sampling.prompt_logprobs is not None
+        self._prompt_logprobs: list[list[tuple[int, float]] | None] = [None] if asks else []
+        """Of the prompt, until the first chunk carries them."""
         self._submitted_s = self._first_s = self._last_s = time.perf_counter()
         self._num_first = 0
         """Tokens of the first step that yielded any."""
@@ -105,6 +108,9 @@ class Request:
         assert not self.ended, f"request {self.number} has ended and got more tokens"
         if progress.error:
             self.fail(RequestFailedError(f"request {self.number} failed: {progress.error}"))
+            return progress
+        if progress.prompt_logprobs:
+            self._prompt_logprobs += progress.prompt_logprobs
             return progress
         count, finish = len(progress.tokens), progress.finish
         if self._stop_strings is not None:
@@ -143,6 +149,7 @@ class Request:
             return None
         self._num_taken += len(tokens)
         logprobs, self._logprobs = self._logprobs, []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         if self._stop_strings is None:
             text = self._decode(tokens, self.finish)
         else:
@@ -151,6 +158,7 @@ class Request:
             token_ids=tokens,
             text=text,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             at_s=self._last_s - self._submitted_s,
             finish_reason=self.finish,
             stats=self.stats() if self.finish is not None else None,
@@ -165,6 +173,7 @@ class Request:
             token_ids=[token for chunk in chunks for token in chunk.token_ids],
             text="".join(chunk.text for chunk in chunks),
             logprobs=[row for chunk in chunks for row in chunk.logprobs],
+            prompt_logprobs=[row for chunk in chunks for row in chunk.prompt_logprobs],
             finish_reason=self.finish,
             seed=self.sampling.seed,
             stats=self.stats(),

@@ -90,7 +90,7 @@ class RankLoop:
             self._connection.send(StepEvent(iteration, step_s, progress, depth))
             if self._depth and not in_prefill:
                 self._depth.note(step_s, progress, self._runner.num_drafts)
-            in_prefill.difference_update(p.request for p in progress)
+            in_prefill.difference_update(p.request for p in progress if not p.prompt_logprobs)
 
     def _read_inbox(self) -> tuple[list[Join | Leave], bool]:
         """-> the commands in the inbox and whether to stop. Waits while there is no work."""

@@ -233,6 +233,28 @@ def test_a_stop_string_ends_a_request_before_the_ranks_do():
     s.blocks.check_idle()
 
 
+def test_log_probabilities_of_a_prompt_come_with_its_first_tokens_and_in_order():
+    s = scheduler()
+    request = add(s, [1, 2, 3], max_tokens=2, prompt_logprobs=0)
+    s.commands()
+    rows = [[(2, -0.5)]], [[(3, -1.5)]]
+    for some in rows:
+        step(s, 0, 0, [], verified=False, prompt_logprobs=some)
+        assert request.take() is None
+    assert request.stats().ttft_s == 0.0
+    step(s, 0, 0, [9], verified=False)
+    first = request.take()
+    assert first is not None
+    assert first.prompt_logprobs == [None, *rows[0], *rows[1]]
+    step(s, 0, 0, [8], finish="length")
+    last = request.take()
+    assert last is not None
+    assert last.prompt_logprobs == []
+    assert (request.counters.tokens, request.counters.iterations) == (2, 1)
+    whole = request.completion([first, last])
+    assert whole.prompt_logprobs == first.prompt_logprobs
+
+
 def test_a_first_token_and_an_iteration_in_one_step_are_one_change():
     s = scheduler()
     request = add(s, [1], max_tokens=3)
