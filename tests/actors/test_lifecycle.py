@@ -10,16 +10,18 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 import ray
@@ -73,10 +75,47 @@ def serve_command(
             process.kill()
 
 
+def assert_clients_that_leave_are_noticed(port: int) -> None:
+    """One client, then 20 at once, send headers, 2 ms later a body, and close after 0.5 s.
+
+    They ask for whole answers of 4,000 tokens, which take longer than the 2 s that the server has.
+    """
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+    for count in (1, 20):
+        before = requests_now(port)
+        with ExitStack() as clients:
+            sockets = [
+                clients.enter_context(socket.create_connection(("127.0.0.1", port)))
+                for _ in range(count)
+            ]
+            for client in sockets:
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                client.sendall(head.encode())
+            time.sleep(0.002)
+            for client in sockets:
+                client.sendall(body)
+            time.sleep(0.5)
+            here = requests_now(port)
+            assert here["running"] + here["waiting"] == count
+        deadline_s = time.monotonic() + 2
+        while (left := requests_now(port))["running"] or left["waiting"]:
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.05)
+        assert left["aborted_total"] - before["aborted_total"] == count
+
+
+def requests_now(port: int) -> dict[str, int]:
+    """What /metrics counts of requests: running, waiting, aborted_total and others."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    found = re.findall(r"^outrider_requests_(\w+) (\d+)", text, re.MULTILINE)
+    return {name: int(value) for name, value in found}
+
+
 def test_the_serve_command_answers_and_leaves_nothing_after_ctrl_c(
     tiny: Engine, repo: Path
 ) -> None:
-    """With its own Ray cluster and HAProxy: a completion, a streamed chat, SIGINT."""
+    """With its own Ray cluster and HAProxy: a completion, a chat, clients that leave, SIGINT."""
     right = tiny.generate(PROMPTS[0], Sampling(max_tokens=24, draft_tokens=0))[0]
     messages: Any = [{"role": "user", "content": "What is a view?"}]
     ids = Tokenizer(TINY).apply_chat_template(messages)
@@ -110,6 +149,7 @@ def test_the_serve_command_answers_and_leaves_nothing_after_ctrl_c(
         with_cookies = {"cookie": "a" * 40_000}  # HAProxy refused these, in HTML
         assert client.models.list(extra_headers=with_cookies).data[0].id == "tiny"
         assert sum(name.startswith("ray::RankActor") for name in names) == 2, names
+        assert_clients_that_leave_are_noticed(port)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0
