@@ -100,6 +100,8 @@ class JobRunner:
         }
         if body.return_token_ids:
             record |= {"prompt_token_ids": done.prompt_ids, "token_ids": done.token_ids}
+        if body.prompt_logprobs is not None:
+            record["prompt_logprobs"] = done.prompt_logprobs
         return record | ({"logprobs": done.logprobs} if body.num_logprobs is not None else {})
 
     def _read(self, line: InputLine) -> tuple[Settings, list[int]]:

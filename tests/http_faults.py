@@ -97,4 +97,18 @@ HTTP_FAULTS = (
         'in ("compress",)',
         MIDDLEWARE + "a_compressed_body_is_415_and_a_byte_order_mark_is_no_part_of_one",
     ),
+    Fault(
+        "offsets of an answer do not count the echo before it",
+        "actors/http/responses.py",
+        "offset = len(self._echo(index))",
+        "pass",
+        "tests/actors/http/test_scores.py::test_a_stream_tells_the_same_piece_by_piece",
+    ),
+    Fault(
+        "log probabilities of an echo begin at its first token",
+        "actors/driver/request.py",
+        "[None] if asks else []",
+        "[]",
+        "tests/actors/http/test_scores.py::test_an_echo_is_scored_as_the_engine_scores_it[1-False]",
+    ),
 )

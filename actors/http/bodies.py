@@ -263,6 +263,7 @@ class Settings(Structured, Body):
     n: Annotated[Whole, Field(ge=1, le=1 << 16)] = 1
     best_of: Annotated[Whole, Field(ge=1, le=1 << 16)] | None = None
     echo: bool = False
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -284,6 +285,11 @@ class Settings(Structured, Body):
     def num_logprobs(self) -> int | None:
         """Most likely tokens to report with each token; None: no log probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As num_logprobs, of the tokens of the prompt."""
+        return self.prompt_logprobs
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -330,6 +336,7 @@ class Settings(Structured, Body):
             "allowed_ids": tuple(self.allowed_token_ids or ()),
             "banned_ids": banned_ids,
             "logprobs": self.num_logprobs if self.num_answers == self.n else self.num_logprobs or 0,
+            "prompt_logprobs": self.num_prompt_logprobs,
             "stop_ids": tuple(self.stop_token_ids or ()),
             "draft_tokens": self.speculation.draft_tokens,
             "grammar": self.grammar,
@@ -363,6 +370,9 @@ class Settings(Structured, Body):
         if self.truncate_prompt_tokens == 0:
             why = "truncate_prompt_tokens = 0: a prompt needs 1 token; -1 keeps what fits"
             raise ApiError(400, why, param="truncate_prompt_tokens")
+        if self.stream and self.prompt_logprobs is not None:
+            why = "prompt_logprobs: not with stream; echo and logprobs of completions are streamed"
+            raise ApiError(400, why, param="prompt_logprobs")
         most = self.max_answer_tokens
         if most is not None and self.min_tokens > most:
             why = f"min_tokens = {self.min_tokens}: more than max_tokens = {most}"
@@ -379,14 +389,24 @@ class CompletionBody(Settings):
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
     def max_answer_tokens(self) -> int | None:
         asked = super().max_answer_tokens
         return COMPLETION_TOKENS if asked is None else asked
 
+    def echoes_special(self, choice: int) -> bool:
+        """Whether special tokens of its prompt have text in what `echo` puts before a choice: they
+        do where the client wrote them as text."""
+        return self.truncate_prompt_tokens is None and isinstance(
+            self.prompt[choice // self.n], str
+        )
+
     def check(self, limits: BodyLimits | None) -> None:
         super().check(limits)
-        if self.echo and self.logprobs is not None:
-            raise ApiError(400, "logprobs: not supported together with echo", param="logprobs")
         if limits is not None:
             limits.check_choices(len(self.prompt), self.num_answers)
             if self.truncate_prompt_tokens is None:

@@ -307,7 +307,8 @@ class Endpoints:
                 prompt = http_request.handles[index].request.prompt
                 chunk = http_request.shown(chunk)
                 write = functools.partial(_events, writer, index, chunk, prompt)
-                is_long = len(chunk.token_ids) > LONG_CHUNK_TOKENS
+                num_tokens = len(chunk.token_ids) + len(chunk.prompt_logprobs)
+                is_long = num_tokens > LONG_CHUNK_TOKENS
                 if events := await asyncio.to_thread(write) if is_long else write():
                     yield events
         except (EngineDeadError, RequestFailedError, RequestAbortedError) as error:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
-from outrider.actors.http.bodies import ChatBody, Settings
+from outrider.actors.http.bodies import ChatBody, CompletionBody, Settings
 from outrider.model.text import Tokenizer
 
 
@@ -53,12 +53,15 @@ class ResponseWriter:
             msgspec.Raw(msgspec.json.encode(self._choice(index, answer)))
             for index, answer in enumerate(answers)
         ]
-        return msgspec.json.encode(self._object("chat.completion", choices) | {"usage": usage})
+        told = self._object("chat.completion", choices) | {"usage": usage}
+        if self.chat and self.body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._prompt_logprobs(answers[0])
+        return msgspec.json.encode(told)
 
     def events(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[dict[str, Any]]:
         """The events of a stream for one chunk of a choice; none while there is nothing to say."""
         is_first = index not in self._offsets
-        logprobs = self._logprobs(index, chunk.logprobs)
+        logprobs = self._logprobs(index, chunk, prompt_ids)
         text = (self._echo(index) if is_first else "") + chunk.text
         ids = {"token_ids": chunk.token_ids} if self.body.return_token_ids else {}
         prompt = {"prompt_token_ids": prompt_ids} if self.body.return_token_ids and is_first else {}
@@ -103,7 +106,9 @@ class ResponseWriter:
         text = self._echo(index) + answer.text
         message = {"message": {"role": self.role, "content": text}}
         choice = {"index": index, **(message if self.chat else {"text": text})}
-        choice["logprobs"] = self._logprobs(index, answer.logprobs)
+        choice["logprobs"] = self._logprobs(index, answer, answer.prompt_ids)
+        if not self.chat and self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(answer)
         choice["finish_reason"] = answer.finish_reason
         if self.body.return_token_ids:
             choice |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
@@ -121,28 +126,74 @@ class ResponseWriter:
     def _echo(self, index: int) -> str:
         return self.echoes[index] if self.echoes else ""
 
+    def _prompt_logprobs(self, answer: Completion) -> list[dict[str, Any] | None]:
+        """In vLLM's form: of each token of the prompt, by id, its own entry and the likeliest."""
+        most = self.body.prompt_logprobs or 0
+        rows = answer.prompt_logprobs
+        return [None if row is None else self._by_id(row[: 1 + most]) for row in rows]
+
+    def _by_id(self, row: Sequence[tuple[int, float]]) -> dict[str, Any]:
+        """row: a token, then the likeliest ones, best first. The rank of a token that is none of
+        these is not known."""
+        (own, logprob), *likeliest = row
+        entries: dict[str, Any] = {str(own): {"logprob": logprob}}
+        for rank, (token, value) in enumerate(likeliest, 1):
+            entries[str(token)] = {"logprob": value, "rank": rank}
+        for token, entry in entries.items():
+            entry["decoded_token"] = self._bytes(int(token)).decode(errors="replace")
+        return entries
+
     def _logprobs(
-        self, index: int, rows: Sequence[Sequence[tuple[int, float]]]
+        self, index: int, part: Chunk | Completion, prompt_ids: Sequence[int]
     ) -> dict[str, Any] | None:
-        """rows: of each token its (id, log probability), then those of the most likely tokens."""
+        """The log probabilities of a part of an answer, behind those of the prompt if echoed."""
         offset = self._offsets.setdefault(index, 0)
         if self.body.num_logprobs is None:
             return None
+        rows = part.logprobs
         if self.chat:
             content = [
                 self._entry(*row[0]) | {"top_logprobs": [self._entry(*top) for top in row[1:]]}
                 for row in rows
             ]
             return {"content": content, "refusal": None} if rows else None
-        offsets = []
-        for row in rows:
-            offsets.append(offset)
-            offset += self._num_characters(row[0][0])
-        self._offsets[index] = offset
-        return {
+        told: dict[str, list[Any]] = {
             "tokens": [self._name(row[0][0]) for row in rows],
             "token_logprobs": [row[0][1] for row in rows],
             "top_logprobs": [self._by_name(_with_own(row)) for row in rows],
+            "text_offset": [],
+        }
+        if isinstance(self.body, CompletionBody) and self.body.echo and part.prompt_logprobs:
+            special = self.body.echoes_special(index)
+            before = self._echoed(index, prompt_ids, part.prompt_logprobs, special=special)
+            told = {name: before[name] + values for name, values in told.items()}
+            offset = len(self._echo(index))
+        for row in rows:
+            told["text_offset"].append(offset)
+            offset += self._num_characters(row[0][0], special=not self.body.skip_special_tokens)
+        self._offsets[index] = offset
+        return told
+
+    def _echoed(
+        self,
+        index: int,
+        prompt_ids: Sequence[int],
+        rows: Sequence[Sequence[tuple[int, float]] | None],
+        *,
+        special: bool,
+    ) -> dict[str, list[Any]]:
+        """`logprobs` of the prompt: null for its first token. rows: Completion.prompt_logprobs.
+        special: its special tokens have text."""
+        width = 1 + (self.body.num_logprobs or 0)
+        shown = [row and row[:width] for row in rows]
+        offsets, offset, end = [], 0, len(self._echo(index))
+        for token in prompt_ids:
+            offsets.append(min(offset, end))
+            offset += self._num_characters(token, special=special)
+        return {
+            "tokens": [self._name(token) for token in prompt_ids],
+            "token_logprobs": [row and row[0][1] for row in shown],
+            "top_logprobs": [row and self._by_name(_with_own(row)) for row in shown],
             "text_offset": offsets,
         }
 
@@ -172,9 +223,8 @@ class ResponseWriter:
         except UnicodeDecodeError:
             return escape + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _num_characters(self, token: int) -> int:
-        """Characters of the answer's text that begin in this token."""
-        special = not self.body.skip_special_tokens
+    def _num_characters(self, token: int, *, special: bool = False) -> int:
+        """Characters of a text that begin in this token. special: special tokens have text."""
         if self.tokenizer is None or not self.tokenizer.shown([token], special=special):
             return 0
         return sum(byte & 0xC0 != 0x80 for byte in self._bytes(token))

@@ -193,7 +193,7 @@ def test_a_job_answers_its_file_and_a_rerun_only_the_rest(
         "id": "forms", "prompt": "ignored " + PROMPTS[0], "max_tokens": 12, "temperature": 0,
         "truncate_prompt_tokens": len(Tokenizer(TINY).encode(PROMPTS[0])),
         "stop": ["e"], "include_stop_str_in_output": True, "stream": False, "n": 1, "user": None,
-        "bad_words": ["a"], "return_token_ids": True,
+        "bad_words": ["a"], "return_token_ids": True, "prompt_logprobs": 1,
     }  # fmt: skip
     wrong = {"id": "wrong", "prompt": "a", "best_of": 2}
     source = write(tmp_path / "in.jsonl", [*prompts, chat, forms, wrong])
@@ -222,13 +222,20 @@ def test_a_job_answers_its_file_and_a_rerun_only_the_rest(
     banned = banned_ids(Tokenizer(TINY), ["a"])
     (form,) = tiny.generate(
         told["prompt_token_ids"],
-        Sampling(max_tokens=12, banned_ids=banned, draft_tokens=0),
+        Sampling(max_tokens=12, banned_ids=banned, draft_tokens=0, prompt_logprobs=1),
         stop=["e"],
         include_stop=True,
     )
     assert len(told["prompt_token_ids"]) == forms["truncate_prompt_tokens"]
     assert told["text"] == form.text
     assert told["text"].endswith("e")
+    first, *scores = form.prompt_logprobs
+    assert first is told["prompt_logprobs"][0] is None
+    assert len(scores) == len(told["prompt_token_ids"]) - 1
+    for mine, row, token in zip(told["prompt_logprobs"][1:], scores, form.prompt_ids[1:]):
+        assert row is not None
+        assert row[0][0] == token
+        assert [value for _, value in mine] == pytest.approx([v for _, v in row], abs=1e-3)
 
     assert job.main(["--input", str(tmp_path / "none"), "--output", str(output)]) == 2
 
