@@ -57,13 +57,15 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Chunk]]:
     """The chunks of handles that share one event, as they come, each with its handle's index."""
     unfinished = dict(enumerate(handles))
     while unfinished:
+        is_news = False
         for index, handle in list(unfinished.items()):
             chunk = handle.take()
             if chunk is not None:
+                is_news = True
                 if chunk.finish_reason is not None:
                     del unfinished[index]
                 yield index, chunk
-        if unfinished:
+        if unfinished and not is_news:  # one signal may tell of tokens and of the error behind them
             changed = handles[0].changed
             await changed.wait()
             changed.clear()

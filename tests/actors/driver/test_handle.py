@@ -8,8 +8,10 @@ import dataclasses
 import pytest
 
 from outrider.actors.driver.driver import Driver
-from outrider.actors.driver.handle import merge
-from outrider.actors.errors import RequestError
+from outrider.actors.driver.handle import Handle, merge
+from outrider.actors.driver.request import Request
+from outrider.actors.errors import RequestError, RequestFailedError
+from outrider.model.step import Progress, Sampling
 from tests.actors.conftest import Counting, ThreadRanks
 from tests.actors.driver.test_driver import answer, ask, driving, idle, run
 
@@ -103,3 +105,21 @@ def test_stop_strings_need_a_tokenizer_and_a_text():
                 await stopped(driver, ("a", ""))
 
     run(work)
+
+
+def test_an_error_that_comes_with_the_last_tokens_ends_several_handles_too():
+    """One signal tells of both, so whoever waits for another one after the tokens never ends."""
+
+    taken: list[list[int]] = []
+
+    async def work() -> None:
+        request = Request(0, [1], Sampling(max_tokens=9), draft_tokens=0)
+        request.accept(Progress(request=0, slot=0, tokens=[5], verified=False))
+        request.fail(RequestFailedError("the card is on fire"))
+        async with asyncio.timeout(5):
+            async for _, chunk in merge([Handle(request, asyncio.Event())]):
+                taken.append(chunk.token_ids)
+
+    with pytest.raises(RequestFailedError, match="on fire"):
+        asyncio.run(work())
+    assert taken == [[5]]
