@@ -88,7 +88,8 @@ class PromptChunk:
 
 MOST_CAPTURED_DEPTHS = 9
 """Where all depths from 0 to K are no more than this, each is captured. Otherwise only 0, powers of
-two and K are: a captured depth costs five graphs for each batch size when an engine starts."""
+two and K are: a captured depth costs three graphs for each batch size when an engine starts, and
+two more where there can be grammars."""
 
 
 def depths_of(run: RunConfig, *, graphs: bool) -> tuple[int, ...]:

@@ -131,11 +131,7 @@ class StoredWeight:
         return torch.cat(parts)
 
     def read_int4(self, rows: Span, columns: Span) -> Tensor:
-        """GPTQ's codes uint8 [rows, columns], where INT4_ZERO stands for zero.
-
-        Raises ConfigError where the tables say that another code does, or that groups of columns
-        are not in order.
-        """
+        """GPTQ's codes uint8 [rows, columns], where INT4_ZERO stands for zero (check_tables)."""
         assert self.quantisation is not None, "only codes are unpacked"
         first, last = columns[0] // CODES_IN_WORD, -(-columns[1] // CODES_IN_WORD)
         parts = []
@@ -146,11 +142,13 @@ class StoredWeight:
         shifts = torch.arange(0, 32, 32 // CODES_IN_WORD, dtype=torch.int32)
         codes = (words.unsqueeze(1) >> shifts[:, None]) & 15  # [K / 8, 8, O]
         start = columns[0] - first * CODES_IN_WORD
-        self._check_gptq()
         return codes.flatten(0, 1)[start : start + columns[1] - columns[0]].t().to(torch.uint8)
 
-    def _check_gptq(self) -> None:
-        assert self.quantisation is not None, "only codes have tables"
+    def check_tables(self) -> None:
+        """Read the small tables beside GPTQ's codes. ConfigError where they say that another code
+        than INT4_ZERO stands for zero, or that groups of columns are not in order."""
+        if self.quantisation is None or self.quantisation.method != "gptq":
+            return
         zeros, order = self.tables.get("qzeros"), self.tables.get("g_idx")
         name, group = self.runs[0].source.name, self.quantisation.block[1]
         zero = INT4_ZERO + self.quantisation.zero_offset

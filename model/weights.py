@@ -219,6 +219,7 @@ def _read(
     at = 0
     for piece in rule.local_pieces(rank):
         weight = checkpoint.weights[piece.name]
+        weight.check_tables()
         row_spans, column_span = rule.spans(piece, rank)
         for span in row_spans:
             share.put(at, weight, span, column_span)

@@ -166,7 +166,7 @@ def edit(logits: Tensor, rows: PickRows, sampling: SlotSampling, first_id: int) 
 def mask(logits: Tensor, slots: Tensor, sampling: SlotSampling) -> Tensor:
     """Grammars: logits [B, R, v] of slots [B] int64 -> -inf for the ids that no row r may have.
     Slots without a grammar keep every bit."""
-    ids = torch.arange(logits.shape[2], device=logits.device)
+    ids = ids_from(0, logits.shape[2], logits.device)
     words = sampling.masks[slots, : logits.shape[1]][:, :, ids >> 5]
     forbidden = (words >> (ids & 31).to(torch.int32)) & 1 == 0
     return logits.masked_fill(forbidden & sampling.masked[slots][:, None, None], float("-inf"))

@@ -39,6 +39,7 @@ CHOICES = (
 )
 PINNED = "tests/model/test_pinned_rows.py::test_"
 EDITS = "tests/model/test_edits.py::test_"
+LOOKUP = "tests/model/test_lookup.py::test_"
 
 
 @dataclass(frozen=True)
@@ -390,5 +391,35 @@ FAULTS = (
         "(first + i) & MAX_SEED",
         "first",
         CHOICES,
+    ),
+    # Drafts by looking
+    Fault(
+        "looking takes the first of equally long matches",
+        "model/lookup.py",
+        "tokens.shape[1] + position).argmax",
+        "tokens.shape[1] - position).argmax",
+        LOOKUP + "the_latest_of_the_longest_matches_is_found[3]",
+    ),
+    Fault(
+        "kept tokens are remembered one position too early",
+        EXECUTOR,
+        "self.history.write(batch.slots, gathered.start + 1,",
+        "self.history.write(batch.slots, gathered.start,",
+        LOOKUP + "depths_that_change_leave_no_gap_in_what_is_remembered",
+    ),
+    Fault(
+        "iterations without drafts remember nothing",
+        EXECUTOR,
+        "self.history.write(batch.slots, gathered.start + 1, gathered.fresh, gathered.kept)",
+        "batch.num_drafts and self.history.write("
+        "batch.slots, gathered.start + 1, gathered.fresh, gathered.kept)",
+        LOOKUP + "depths_that_change_leave_no_gap_in_what_is_remembered",
+    ),
+    Fault(
+        "what was found is not repeated from the last token on",
+        "model/lookup.py",
+        "best + 1 + ahead % period",
+        "best + 1 + ahead",
+        LOOKUP + "the_latest_of_the_longest_matches_is_found[3]",
     ),
 )

@@ -50,12 +50,6 @@ SUM_PIECE = 512
 
 MAX_BLOCK = 128
 """The most rows of a block."""
-AHEAD_ROWS = 8
-"""Up to so many rows the programs of the first product prefetch some of the second's weight, ..."""
-AHEAD_BYTES = 24 << 20
-"""... at most so many bytes in all, which the L2 cache holds until the second product comes."""
-
-
 ZERO = tl.constexpr(INT4_ZERO)
 
 
@@ -124,8 +118,8 @@ def experts(x: Tensor, layer: ExpertLayer, arrivals: Tensor, mlp: Mlp) -> Tensor
     h = torch.empty(made, width, dtype=x.dtype, device=x.device)
     y = torch.empty(made, hidden, dtype=x.dtype, device=x.device)
     how = {"routing": routing, "num_rows": num_rows, "top_k": layer.top_k, "rows": rows}
-    _launch_product(x, gate_up, shared_gate_up, h, following=down, **how)
-    _launch_product(h, down, shared_down, y, following=None, **how)
+    _launch_product(x, gate_up, shared_gate_up, h, gated=True, **how)
+    _launch_product(h, down, shared_down, y, gated=False, **how)
     if alike:
         shared_y = y[pairs:]
     else:
@@ -172,11 +166,11 @@ def _power_of_two_in(number: int) -> int:
 
 def _launch_product(
     x: Tensor, w: Stored, shared: Stored | None, y: Tensor,
-    *, following: Stored | None, routing: Routing, num_rows: int, top_k: int, rows: int,
+    *, gated: bool, routing: Routing, num_rows: int, top_k: int, rows: int,
 ) -> None:  # fmt: skip
     """y of each pair, then of each row's shared expert if there is one: x of the pair times w [e,
-    O, K] of its expert. In the first product, which one is `following`, x are rows and y is swiglu
-    of the result."""
+    O, K] of its expert. With `gated`, as in the first product, x are rows and y is swiglu of the
+    result."""
     local, columns, inner = w.values.shape
     inner *= w.packed
     tile = tiling(rows)
@@ -190,40 +184,25 @@ def _launch_product(
     if shared is not None:
         blocks += triton.cdiv(num_rows, rows)
     other = w if shared is None else shared
-    later = w.values if following is None else following.values
-    ahead = 0
-    if following is not None and rows <= AHEAD_ROWS:
-        ahead = _bytes_ahead(later, tiles * tile.columns, min(num_rows * top_k, local))
     _product_kernel[(tiles, blocks)](
-        x, w.values, w.scales, other.values, other.scales, y, later,
-        routing.members, routing.blocks, num_rows, x.stride(0), y.shape[1], ahead,
+        x, w.values, w.scales, other.values, other.scales, y,
+        routing.members, routing.blocks, num_rows, x.stride(0), y.shape[1],
         TOP_K=top_k, O=columns, K=inner, PACKED=w.packed, BLOCK_O=w.block[0],
         BLOCK_K=w.block[1],
         ROWS=rows, COLUMNS=tile.columns, DEPTH=depth,
-        GATED=following is not None, SHARED=shared is not None, AHEAD=ahead > 0,
-        LATER=later[0].numel(),
+        GATED=gated, SHARED=shared is not None,
         FACTOR=tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32,
         num_warps=tile.warps, num_stages=stages, **overlapped(x),
     )  # fmt: skip
 
 
-def _bytes_ahead(later: Tensor, columns: int, num_experts: int) -> int:
-    """How much of an expert's matrix of the second product [e, H, i] each of so many columns of the
-    first one prefetches: a multiple of 16 bytes."""
-    whole = later[0].numel() * later.element_size()
-    if whole % 16:  # then not all of them begin where a prefetch may
-        return 0
-    return min(whole, AHEAD_BYTES // num_experts) // columns // 16 * 16
-
-
-@triton.jit(do_not_specialize=["num_rows", "ahead"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
-    x, w, scales, shared_w, shared_scales, y, later, members, blocks,
-    num_rows, x_row, width, ahead,
+    x, w, scales, shared_w, shared_scales, y, members, blocks, num_rows, x_row, width,
     TOP_K: tl.constexpr, O: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GATED: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
-    LATER: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, GATED: tl.constexpr, SHARED: tl.constexpr,
+    FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of columns for one block; the blocks of the shared expert come first.
     With GATED, the gate and the up column of each column of the result are neighbours in the tile.
@@ -274,11 +253,6 @@ def _product_kernel(
         DEPTH,
         FACTOR,
     )
-    if AHEAD:  # while this product ends and the next one starts
-        SIZE: tl.constexpr = later.dtype.element_ty.primitive_bitwidth // 8
-        later_at = later + expert * LATER + (tile * COLUMNS + c) * (ahead // SIZE)
-        if block >= shared_blocks:
-            prefetch(later_at, ahead, PDL)
     _write(total, y + to.to(tl.int64) * width, alive, tile, width, ROWS, COLUMNS, GATED)
 
 
