@@ -101,7 +101,7 @@ def table() -> str:
         "`make mutants` plants each of these faults in a copy of the tree, one by one, and runs "
         "the test beside it, an assertion of which must fail. It is not part of `make test`, which "
         "only checks that this table is that of the files tests/*faults.py, that the places of the "
-        f"faults still exist, and that the tests do. {len(ALL_FAULTS)} faults, two at a time: 5 "
+        f"faults still exist, and that the tests do. {len(ALL_FAULTS)} faults, two at a time: 7 "
         "minutes of CPU time.",
         "",
         "| fault | file | test that turns red |",
