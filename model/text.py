@@ -77,13 +77,16 @@ class Tokenizer:
         folder = Path(model_dir)
         return (folder / FILE).is_file() or all((folder / f).is_file() for f in BPE_FILES.values())
 
-    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = False
+    ) -> list[int]:
         """Ids of `text`; a special token that is written in it becomes its one id.
 
         In a thread other threads run meanwhile. TooManyTokensError beyond max_tokens.
+        add_special_tokens: with those that the tokenizer puts around a text, if it has any.
         """
         # `encode` of the library holds the interpreter lock, the batched call does not.
-        (encoding,) = self._tokens.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self._tokens.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if max_tokens is not None and len(encoding) > max_tokens:
             raise TooManyTokensError(len(encoding), max_tokens)  # the ids alone would take long
         return encoding.ids
@@ -127,6 +130,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of `ids`, without special tokens or with them."""
         return self._tokens.decode(list(ids), skip_special_tokens=not special)
+
+    def token_name(self, token: int) -> str | None:
+        """The token as the vocabulary writes it: `Ġa` for " a" where bytes have letters of their
+        own. None for an unknown id."""
+        return self._tokens.id_to_token(token)
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens included; U+FFFD for a part of a character."""

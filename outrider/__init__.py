@@ -25,6 +25,8 @@ if (
     # PYTHONPATH: a model's folder may hold a tokenizers.py.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
 
+__version__ = "0.1.0"
+
 __all__ = ["Chunk", "Completion", "Engine", "Grammar", "RequestStats", "Sampling"]
 
 

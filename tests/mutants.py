@@ -26,12 +26,15 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.checkpoint_faults import CHECKPOINT_FAULTS
+from tests.dialect_faults import DIALECT_FAULTS
 from tests.faults import FAULTS, Fault
 from tests.http_faults import HTTP_FAULTS
 from tests.loading_faults import LOADING_FAULTS
 from tests.sampling_faults import SAMPLING_FAULTS
 
-ALL_FAULTS = (*FAULTS, *SAMPLING_FAULTS, *HTTP_FAULTS, *LOADING_FAULTS, *CHECKPOINT_FAULTS)
+ALL_FAULTS = (
+    *FAULTS, *SAMPLING_FAULTS, *HTTP_FAULTS, *DIALECT_FAULTS, *LOADING_FAULTS, *CHECKPOINT_FAULTS
+)  # fmt: skip
 REPO = Path(__file__).parents[1]
 PAGE = "docs/mutants.md"
 JOBS = 2

@@ -229,6 +229,9 @@ class Body(pydantic.BaseModel):
         """The fields, with what follows from them put in."""
         return given
 
+    def check(self, limits: BodyLimits | None) -> None:
+        """ApiError for fields that are right alone and not together, or that exceed the limits."""
+
 
 class StreamOptions(Body):
     include_usage: bool = False
@@ -347,7 +350,6 @@ class Settings(Structured, Body):
         return [Sampling(seed=seed, **keys).with_defaults(open_fields) for seed in seeds]
 
     def check(self, limits: BodyLimits | None) -> None:
-        """ApiError for fields that are right alone and not together, or that exceed the limits."""
         both = {self.max_tokens, self.max_completion_tokens}
         if None not in both and len(both) == 2:
             why = "max_tokens and max_completion_tokens differ: give one"

@@ -21,6 +21,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+import outrider
 from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.handle import Handle, merge
@@ -48,6 +49,7 @@ from outrider.actors.http.prompts import PromptEncoder
 from outrider.actors.http.reading import BodyReader
 from outrider.actors.http.requests import EventStream, HttpRequest, best_answers
 from outrider.actors.http.responses import ResponseWriter
+from outrider.actors.http.tokens import DetokenizeBody, TokenizeBody
 from outrider.model.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -96,14 +98,22 @@ class Endpoints:
             keys,
             serve.max_body_bytes,
             self.metrics.answered,
-            open_paths=("/health", *(openapi.PATHS if with_docs else ())),
+            open_paths=("/health", "/ping", *(openapi.PATHS if with_docs else ())),
         )
 
     def _routes(self, with_docs: bool) -> FastAPI:
         where = dict(zip(("openapi_url", "docs_url"), openapi.PATHS if with_docs else (None, None)))
-        routes = FastAPI(title="Outrider", redoc_url=None, redirect_slashes=False, **where)
+        routes = FastAPI(
+            title="Outrider",
+            version=outrider.__version__,
+            redoc_url=None,
+            redirect_slashes=False,
+            **where,
+        )
         for path, handler in (
             ("/health", self._health),
+            ("/ping", self._health),
+            ("/version", self._version),
             ("/metrics", self._metrics),
             ("/v1/stats", self._stats),
             ("/v1/models", self._models),
@@ -117,11 +127,19 @@ class Endpoints:
         for path, handler in (
             ("/v1/completions", self._completions),
             ("/v1/chat/completions", self._chat),
+            ("/tokenize", self._tokenize),
+            ("/detokenize", self._detokenize),
+            ("/ping", self._health),
         ):
             routes.add_api_route(path, handler, methods=["POST"], response_model=None)
         routes.add_exception_handler(ApiError, error_response)
         routes.add_exception_handler(HTTPException, error_response)
-        bodies = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+        bodies = {
+            "/v1/completions": CompletionBody,
+            "/v1/chat/completions": ChatBody,
+            "/tokenize": TokenizeBody,
+            "/detokenize": DetokenizeBody,
+        }
         routes.openapi = functools.partial(openapi.describe, routes, bodies)
         return routes
 
@@ -149,6 +167,9 @@ class Endpoints:
         status = "dead" if dead else "draining" if self._draining else "ok"
         report = {"status": status, **self._about()} | ({"reason": str(dead)} if dead else {})
         return json_response(report, 200 if status == "ok" else 503)
+
+    async def _version(self) -> Response:
+        return json_response({"version": outrider.__version__})
 
     async def _metrics(self) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -195,6 +216,17 @@ class Endpoints:
             body=body, model=self._model, tokenizer=self._tokenizer, echoes=[body.echoed] * body.n
         )
         return await self._answer(request, body, writer, [prompt], "messages")
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._bodies.read(TokenizeBody, await request.body())
+        self._check_model(body.model)
+        return Response(await self._prompts.tokenize(body), media_type="application/json")
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._bodies.read(DetokenizeBody, await request.body())
+        self._check_model(body.model)
+        body.check_ids(self._driver.limits.vocab_size)
+        return json_response({"prompt": await self._prompts.detokenize(body.tokens)})
 
     async def _answer(
         self,

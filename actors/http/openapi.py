@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from outrider.actors.http.bodies import Settings
+from outrider.actors.http.bodies import Body
 
 PATHS = ("/openapi.json", "/docs")
 
 
-def describe(routes: FastAPI, bodies: Mapping[str, type[Settings]]) -> dict[str, Any]:
+def describe(routes: FastAPI, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
     """The OpenAPI document of the routes. bodies: by path, what a POST to it may say."""
     document = get_openapi(title=routes.title, version=routes.version, routes=routes.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic_core import ErrorDetails, from_json
 
-from outrider.actors.http.bodies import ApiError, Body, BodyLimits, Settings
+from outrider.actors.http.bodies import ApiError, Body, BodyLimits
 from outrider.actors.http.fields import neutral_values
 
-BodyT = TypeVar("BodyT", bound=Settings)
+BodyT = TypeVar("BodyT", bound=Body)
 
 MAX_NAME_CHARS = 64
 """Longest field name that an error repeats in full."""

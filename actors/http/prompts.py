@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from outrider.actors.http.bodies import ApiError, BodyLimits, ChatBody, CompletionBody
+from outrider.actors.http.tokens import TokenizeBody, tokenized
 from outrider.model.config import ConfigError
 from outrider.model.text import Tokenizer, TooManyTokensError
 
+T = TypeVar("T")
 LONG_TEXT_CHARS = 100_000
 ECHO_TOKENS = 4096
 """Ids that are decoded in one call, which holds the interpreter lock."""
@@ -42,14 +45,27 @@ class PromptEncoder:
 
     async def encode_chat(self, body: ChatBody) -> list[int]:
         """Ids of the conversation, as the checkpoint's chat template writes it."""
-        tokenizer = self._needed("messages")
-        try:
-            text = await asyncio.to_thread(chat_text, tokenizer, body)
-        except ConfigError as error:  # the template's own refusal, without the folder's name
-            raise ApiError(400, str(error).partition(": ")[2], param="messages") from None
+        text = await self._chat_text(body)
         kept = body.kept_prompt_tokens(self._max_model_len)
         (ids,) = await self._encode([text], "messages", kept)
         return ids
+
+    async def tokenize(self, body: TokenizeBody) -> bytes:
+        """The answer of /tokenize. The text may have more tokens than fit."""
+        tokenizer = self._needed("prompt")
+        text = await self._chat_text(body) if body.prompt is None else body.prompt
+
+        def answer() -> bytes:
+            ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+            return tokenized(
+                tokenizer, ids, max_model_len=self._max_model_len, with_strs=body.return_token_strs
+            )
+
+        return await self._beside_the_loop([text], answer)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return await asyncio.to_thread(_text, self._needed("tokens"), ids, special=True)
 
     def banned_ids(self, words: Sequence[str]) -> tuple[int, ...]:
         """The tokens of bad_words."""
@@ -63,6 +79,13 @@ class PromptEncoder:
             for prompt in prompts
         ]
 
+    async def _chat_text(self, body: ChatBody) -> str:
+        tokenizer = self._needed("messages")
+        try:
+            return await asyncio.to_thread(chat_text, tokenizer, body)
+        except ConfigError as error:  # the template's own refusal, without the folder's name
+            raise ApiError(400, str(error).partition(": ")[2], param="messages") from None
+
     def _needed(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
             rule = "this checkpoint has no tokenizer; /v1/completions takes token ids"
@@ -75,23 +98,24 @@ class PromptEncoder:
         if kept is None:
             for text in texts:
                 self._limits.check_prompt(tokenizer.min_tokens(text), param, about="at least ")
+        most = self._limits.max_prompt_tokens if kept is None else None
+        try:
+            encoded = await self._beside_the_loop(
+                texts, lambda: [tokenizer.encode(text, most) for text in texts]
+            )
+        except TooManyTokensError as error:
+            self._limits.check_prompt(error.num_tokens, param)
+            raise
+        prompts = [ids[-kept:] if kept else ids for ids in encoded]
+        for prompt in prompts:
+            self._limits.check_prompt(len(prompt), param)
+        return prompts
+
+    async def _beside_the_loop(self, texts: Sequence[str], work: Callable[[], T]) -> T:
+        """The result of work with these texts, which a thread does."""
         is_long = sum(map(len, texts)) > LONG_TEXT_CHARS
         async with self._one_long_text if is_long else contextlib.nullcontext():
-            return await asyncio.to_thread(self._encode_all, tokenizer, texts, param, kept)
-
-    def _encode_all(
-        self, tokenizer: Tokenizer, texts: Sequence[str], param: str, kept: int | None
-    ) -> list[list[int]]:
-        most, encoded = self._limits.max_prompt_tokens, []
-        for text in texts:
-            try:
-                ids = tokenizer.encode(text, most if kept is None else None)
-            except TooManyTokensError as error:
-                self._limits.check_prompt(error.num_tokens, param)
-                raise
-            encoded.append(ids[-kept:] if kept else ids)
-            self._limits.check_prompt(len(encoded[-1]), param)
-        return encoded
+            return await asyncio.to_thread(work)
 
 
 def chat_text(tokenizer: Tokenizer, body: ChatBody) -> str:
@@ -120,7 +144,7 @@ def banned_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[int, ...]:
     return tuple(banned)
 
 
-def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    stream = tokenizer.stream()
+def _text(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
+    stream = tokenizer.stream(special=special)
     pieces = [stream.push(ids[i : i + ECHO_TOKENS]) for i in range(0, len(ids), ECHO_TOKENS)]
     return "".join(pieces) + stream.finish()

@@ -40,6 +40,22 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
 
 
+def test_what_a_tokenizer_puts_around_a_text_is_added_where_asked(tmp_path: Path) -> None:
+    data = json.loads((TINY / "tokenizer.json").read_text("utf-8"))
+    end = "<|endoftext|>"
+    data["post_processor"] = {
+        "type": "TemplateProcessing", "pair": [],
+        "single": [{"SpecialToken": {"id": end, "type_id": 0}},
+                   {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {end: {"id": end, "ids": [0], "tokens": [end]}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    made = Tokenizer(tmp_path)
+    plain = made.encode("a view")
+    assert made.encode("a view", add_special_tokens=True) == [0, *plain]
+    assert [made.token_name(token) for token in (0, *plain, 10**6)] == [end, "a", "Ġview", None]
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
 def test_a_stream_joins_to_the_whole(text: str, cuts: list[int]) -> None:

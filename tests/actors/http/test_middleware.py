@@ -134,11 +134,12 @@ def test_the_api_describes_itself_unless_there_are_keys() -> None:
             assert "swagger" in page.text
         schemas = told["components"]["schemas"]
         for path, name in (
-            ("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody")
+            ("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody"),
+            ("/tokenize", "TokenizeBody"), ("/detokenize", "DetokenizeBody"),
         ):  # fmt: skip
             content = told["paths"][path]["post"]["requestBody"]["content"]
             assert content["application/json"]["schema"]["$ref"].endswith("/" + name)
-            assert "temperature" in schemas[name]["properties"]
+            assert "model" in schemas[name]["properties"]
         assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(told))) <= schemas.keys()
         assert set(told["paths"]["/health"]) == {"get"}
         async with serving(keys=(KEY,)) as (client, _, _):
