@@ -346,13 +346,14 @@ def _chat_prompts(
 ) -> list[str | list[int]]:
     """The prompts with each text as the token ids of a user's message; ids stay as they are."""
     from outrider.actors.cluster.reader import load_spec
+    from outrider.actors.driver.assembly import load_text
     from outrider.model.config import ConfigError
-    from outrider.model.text import Tokenizer
 
-    model_dir, _ = load_spec(config, options).open_model(check_weights=False)
-    if not Tokenizer.exists(model_dir):
+    spec = load_spec(config, options)
+    model_dir, _ = spec.open_model(check_weights=False)
+    tokenizer = load_text(spec, model_dir)
+    if tokenizer is None:
         raise ConfigError(f"{model_dir}: has no tokenizer, so no chat template; use --prompt-ids")
-    tokenizer = Tokenizer(model_dir)
     return [
         tokenizer.apply_chat_template([{"role": "user", "content": one}])
         if isinstance(one, str)

@@ -28,7 +28,7 @@ import typer
 
 from outrider.actors import console
 from outrider.actors.cluster.reader import load_spec
-from outrider.actors.driver.assembly import limits_of
+from outrider.actors.driver.assembly import limits_of, load_text
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.engine import Engine
 from outrider.actors.errors import RequestError
@@ -299,7 +299,7 @@ def run_job(config: Path | None, keys: dict[str, Any], source: Path, output: Pat
         Engine.from_config(config, keys, on_progress=on_progress) as engine,
     ):
         model_dir, model = engine.spec.open_model(check_weights=False)
-        tokenizer = Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None
+        tokenizer = load_text(engine.spec, model_dir)
         runner = JobRunner(engine, limits_of(engine.spec, model, engine.run), tokenizer)
         return work_through(todo, runner.answer, out, pool=pool, at_once=at_once)
 

@@ -23,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.model.config import ConfigError
+from outrider.model.escaping import MARK
 
 TROUBLE = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
 """What a template may raise, at no fault of ours."""
@@ -129,6 +130,10 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """The filter `tojson` of templates; jinja2's own writes < and & for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if not ensure_ascii:
+        return text
+    kept = (one if one.isascii() or one == MARK else json.dumps(one)[1:-1] for one in text)
+    return "".join(kept)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.model.config import ConfigError
+from outrider.model.escaping import MARK, TokenNames
 
 if TYPE_CHECKING:
     from outrider.model.chat import ChatTemplate
@@ -44,8 +45,11 @@ class TooManyTokensError(ValueError):
 class Tokenizer:
     """The tokenizer of a model folder. Nothing is downloaded, and no code of it is executed."""
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(self, model_dir: str | Path, *, special_in_messages: bool = False) -> None:
+        """special_in_messages: whether the name of a special token in a message of a conversation
+        is that token; else it is plain text there."""
         self._folder = Path(model_dir)
+        self._special_in_messages = special_in_messages
         if not self.exists(model_dir):
             raise ConfigError(
                 f"{model_dir}: no {FILE}, and not both of vocab.json and merges.txt. Text prompts "
@@ -80,13 +84,20 @@ class Tokenizer:
     def encode(
         self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = False
     ) -> list[int]:
-        """Ids of `text`; a special token that is written in it becomes its one id.
+        """Ids of `text`; a special token that is written in it becomes its one id, unless a mark of
+        escaping.py says that it is plain text.
 
         In a thread other threads run meanwhile. TooManyTokensError beyond max_tokens.
         add_special_tokens: with those that the tokenizer puts around a text, if it has any.
         """
-        # `encode` of the library holds the interpreter lock, the batched call does not.
-        (encoding,) = self._tokens.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if MARK in text:
+            encoding = self._token_names.encode(text)
+            encoding = self._tokens.post_process(encoding, None, add_special_tokens)
+        else:
+            # `encode` of the library holds the interpreter lock, the batched call does not.
+            (encoding,) = self._tokens.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         if max_tokens is not None and len(encoding) > max_tokens:
             raise TooManyTokensError(len(encoding), max_tokens)  # the ids alone would take long
         return encoding.ids
@@ -158,6 +169,8 @@ class Tokenizer:
     ) -> str:
         """Text of a conversation [{"role": ..., "content": ...}], up to where the reply begins.
 
+        Marks stand behind the names of special tokens in messages and values, so that `encode`
+        takes those for text (escaping.py), unless special_in_messages is set.
         chat_template replaces the checkpoint's; the two flags are those of ChatTemplate.render.
         values are variables of the template (`enable_thinking=False`, for example). Raises
         ConfigError when the checkpoint has no chat template or the template raises an error.
@@ -165,12 +178,19 @@ class Tokenizer:
         template = self._chat_template
         if chat_template is not None:
             template = type(template)(self._folder, chat_template)
+        if not self._special_in_messages:
+            messages = [self._token_names.escape_message(message) for message in messages]
+            values = {name: self._token_names.escape(value) for name, value in values.items()}
         return template.render(
             messages,
             values,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+
+    @functools.cached_property
+    def _token_names(self) -> TokenNames:
+        return TokenNames(self._tokens)
 
     @functools.cached_property
     def _chat_template(self) -> ChatTemplate:

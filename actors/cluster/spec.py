@@ -150,6 +150,9 @@ class ServeSpec:
     names, or answered without them."""
     request_templates: bool = False
     """Whether a chat may bring a chat template of its own, a program that runs in the replica."""
+    special_tokens: bool = False
+    """Whether names of special tokens in the messages of a chat are those tokens, through a server,
+    a job or `generate --chat`; else they are plain text."""
     docs: bool | Literal["auto"] = "auto"
     """Whether /openapi.json and /docs describe the API, to everyone; auto: unless api_key_file is
     set."""

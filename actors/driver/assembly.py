@@ -51,7 +51,7 @@ def assemble(setup: DriverSetup, share: HostShare) -> tuple[RankGroup, Driver, l
         setup.limits,
         ranks,
         watchdog_s=spec.ray.watchdog_s,
-        load_text=lambda: load_text(Path(setup.run.model_dir)),
+        load_text=lambda: load_text(spec, Path(setup.run.model_dir)),
     )
     return ranks, driver, [str(warning.message) for warning in caught]
 
@@ -76,6 +76,8 @@ def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
     )
 
 
-def load_text(model_dir: Path) -> Tokenizer | None:
+def load_text(spec: Spec, model_dir: Path) -> Tokenizer | None:
     """The checkpoint's tokenizer, or None where it has none (then prompts are token ids)."""
-    return Tokenizer(model_dir) if Tokenizer.exists(model_dir) else None
+    if not Tokenizer.exists(model_dir):
+        return None
+    return Tokenizer(model_dir, special_in_messages=spec.serve.special_tokens)
