@@ -73,6 +73,8 @@ class Completion:
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """As model.step.Progress.logprobs; empty unless sampling.logprobs asks for them."""
     finish_reason: str
+    stop_string: str | None = None
+    """The stop string that ended it; None where something else did."""
     seed: int
     stats: RequestStats
     prompt_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
@@ -92,6 +94,8 @@ class Chunk:
     at_s: float = 0.0
     """From submit to the newest of these tokens, on the driver's clock."""
     finish_reason: str | None = None
+    stop_string: str | None = None
+    """On the last chunk: as Completion.stop_string."""
     stats: RequestStats | None = None
 
 

@@ -99,6 +99,11 @@ class Request:
         """No more tokens will come."""
         return self.finish is not None or self.error is not None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the answer."""
+        return self._stop_strings.found if self._stop_strings is not None else None
+
     def accept(self, progress: Progress) -> Progress:
         """Add one step's tokens, up to the end of the request; returns what of them counts.
 
@@ -161,6 +166,7 @@ class Request:
             prompt_logprobs=prompt_logprobs,
             at_s=self._last_s - self._submitted_s,
             finish_reason=self.finish,
+            stop_string=self.stop_string,
             stats=self.stats() if self.finish is not None else None,
         )
 
@@ -175,6 +181,7 @@ class Request:
             logprobs=[row for chunk in chunks for row in chunk.logprobs],
             prompt_logprobs=[row for chunk in chunks for row in chunk.prompt_logprobs],
             finish_reason=self.finish,
+            stop_string=self.stop_string,
             seed=self.sampling.seed,
             stats=self.stats(),
         )

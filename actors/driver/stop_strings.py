@@ -16,6 +16,8 @@ class StopStrings:
         """stops: at least one, none empty. include: it belongs to the text, else it is dropped."""
         self._stops, self._include = stops, include
         self._held = self._ready = ""
+        self.found: str | None = None
+        """The one that has ended the text."""
 
     def feed(self, text: str, *, armed: bool = True) -> bool:
         """True when a stop string ends within `text`; all text behind it is dropped.
@@ -27,9 +29,9 @@ class StopStrings:
         self._held += text
         if armed:
             places = ((self._held.find(s, max(0, before - len(s) + 1)), s) for s in self._stops)
-            found = [(start, len(stop)) for start, stop in places if start >= 0]
+            found = [(start, len(stop), stop) for start, stop in places if start >= 0]
             if found:
-                start, length = min(found)
+                start, length, self.found = min(found)
                 self._release(start + length if self._include else start)
                 self._held = ""
                 return True

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from outrider.actors.http.fields import changes_nothing
+from outrider.actors.http.rules import rule, unsupported
 from outrider.actors.http.structured import Structured
 from outrider.model.step import (
     MAX_ALLOWED_IDS,
@@ -106,14 +106,6 @@ class BodyLimits:
             )  # fmt: skip
 
 
-def _rule(text: str) -> PydanticCustomError:
-    return PydanticCustomError("rule", "{text}", {"text": text})
-
-
-def _unsupported(text: str) -> PydanticCustomError:
-    return PydanticCustomError("unsupported", "{text}", {"text": text})
-
-
 def _prompts(value: Any) -> Any:
     """The prompts, each a text or token ids. Looks at types and extremes, not at each id."""
     prompts = [value] if isinstance(value, str) else value
@@ -121,27 +113,27 @@ def _prompts(value: Any) -> Any:
     if kinds == {int}:
         prompts = [value]
     elif kinds != {list} and not kinds <= {str}:
-        raise _rule("must be a text, a list of texts, a list of token ids, or a list of such lists")
+        raise rule("must be a text, a list of texts, a list of token ids, or a list of such lists")
     if not prompts or not all(prompts):
-        raise _rule("empty: it needs at least 1 token")
+        raise rule("empty: it needs at least 1 token")
     for ids in (prompt for prompt in prompts if isinstance(prompt, list)):
         if set(map(type, ids)) != {int}:
-            raise _rule("token ids must be whole numbers")
+            raise rule("token ids must be whole numbers")
         if min(ids) < 0 or max(ids) > MAX_ID:
             wrong = next(i for i in ids if not 0 <= i <= MAX_ID)
-            raise _rule(f"token id {reprlib.repr(wrong)}: ids lie in [0, {MAX_ID}]")
+            raise rule(f"token id {reprlib.repr(wrong)}: ids lie in [0, {MAX_ID}]")
     return prompts
 
 
 def _stop(value: Any) -> Any:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not set(map(type, texts)) <= {str}:
-        raise _rule("must be a text or a list of texts")
+        raise rule("must be a text or a list of texts")
     if len(texts) > MAX_STOPS:
-        raise _rule(f"{len(texts)} texts: at most {MAX_STOPS} are allowed")
+        raise rule(f"{len(texts)} texts: at most {MAX_STOPS} are allowed")
     for text in texts:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise _rule(f"a text of {len(text)} characters: each may have 1 to {MAX_STOP_CHARS}")
+            raise rule(f"a text of {len(text)} characters: each may have 1 to {MAX_STOP_CHARS}")
     return texts
 
 
@@ -150,7 +142,7 @@ def _parts(value: Any) -> Any:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
-        raise _rule('must be a text, or a list of parts {"type": "text", "text": "..."}')
+        raise rule('must be a text, or a list of parts {"type": "text", "text": "..."}')
     return value
 
 
@@ -162,16 +154,16 @@ def _whole(value: Any) -> Any:
 def _bias(value: dict[str, float]) -> dict[int, float]:
     for key in value:
         if not (key.isascii() and key.isdigit() and len(key) < 11 and str(int(key)) == key):
-            raise _rule(f"{reprlib.repr(key)} is no token id: keys are whole numbers in quotes")
+            raise rule(f"{reprlib.repr(key)} is no token id: keys are whole numbers in quotes")
     return {int(key): bias for key, bias in value.items()}
 
 
 def _template_values(value: dict[str, Any]) -> dict[str, Any]:
     value = {name: one for name, one in value.items() if one is not None}
     if not set(map(type, value.values())) <= {bool, int, float, str}:
-        raise _rule("each value must be a text, a number, true or false")
+        raise rule("each value must be a text, a number, true or false")
     if taken := SET_BY_SERVER & value.keys():
-        raise _rule(f"{min(taken)} is set by the server; it may be a field of the body")
+        raise rule(f"{min(taken)} is set by the server; it may be a field of the body")
     return value
 
 
@@ -181,7 +173,7 @@ def _thinking(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") in words:
         return words[value["type"]]
     if not isinstance(value, bool):
-        raise _rule('must be true, false, or {"type": "enabled" or "disabled"}')
+        raise rule('must be true, false, or {"type": "enabled" or "disabled"}')
     return value
 
 
@@ -242,12 +234,10 @@ class Speculation(Body):
     draft_tokens: Annotated[Whole, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
-class Settings(Structured, Body):
-    """What completions and chats have in common."""
+class CommonFields(Body):
+    """What requests of every dialect may say in the same words."""
 
     model: str | None = None
-    max_tokens: TokenCount | None = None
-    max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
@@ -263,22 +253,29 @@ class Settings(Structured, Body):
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] = []
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
     priority: Annotated[Whole, Field(ge=-MAX_ID, le=MAX_ID)] = 0
-    n: Annotated[Whole, Field(ge=1, le=1 << 16)] = 1
-    best_of: Annotated[Whole, Field(ge=1, le=1 << 16)] | None = None
-    echo: bool = False
-    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: Bias | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=MAX_ID)] = 0
     ignore_eos: bool = False
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     user: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
     speculation: Speculation = Speculation()
+
+
+class Settings(Structured, CommonFields):
+    """What completions and chats have in common."""
+
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    n: Annotated[Whole, Field(ge=1, le=1 << 16)] = 1
+    best_of: Annotated[Whole, Field(ge=1, le=1 << 16)] | None = None
+    echo: bool = False
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    stream_options: StreamOptions | None = None
 
     @classmethod
     def table_name(cls) -> str:
@@ -432,7 +429,7 @@ class Part(Body):
         kind = given.get("type")
         if isinstance(kind, str) and kind not in TEXT_PARTS:
             shown = reprlib.repr(kind)
-            raise _unsupported(f"a part of type {shown}: not supported; this server reads text")
+            raise unsupported(f"a part of type {shown}: not supported; this server reads text")
         if kind == "refusal" and "refusal" in given:
             given["text"] = given.pop("refusal")
         return given

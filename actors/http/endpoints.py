@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -50,12 +49,12 @@ from outrider.actors.http.reading import BodyReader
 from outrider.actors.http.requests import EventStream, HttpRequest, best_answers
 from outrider.actors.http.responses import ResponseWriter
 from outrider.actors.http.tokens import DetokenizeBody, TokenizeBody
+from outrider.actors.http.writing import AnswerWriter, encoded
 from outrider.model.text import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
-DONE = b"data: [DONE]\n\n"
 MAX_RETRY_S = 60
 LONG_CHUNK_TOKENS = 256
 """Longer chunks are written in a thread: one for a slow client holds all since the one before."""
@@ -232,7 +231,7 @@ class Endpoints:
         self,
         request: Request,
         body: Settings,
-        writer: ResponseWriter,
+        writer: AnswerWriter,
         prompts: Sequence[list[int]],
         param: str,
     ) -> Response:
@@ -331,14 +330,14 @@ class Endpoints:
         return ApiError(429, why, kind="rate_limit_error", code=code, retry_after_s=wait_s)
 
     async def _events(
-        self, http_request: HttpRequest, writer: ResponseWriter
+        self, http_request: HttpRequest, writer: AnswerWriter
     ) -> AsyncIterator[bytes]:
         """Server-sent events; what ends the answer early ends them with an error event."""
         try:
             async for index, chunk in merge(http_request.handles):
                 prompt = http_request.handles[index].request.prompt
                 chunk = http_request.shown(chunk)
-                write = functools.partial(_events, writer, index, chunk, prompt)
+                write = functools.partial(_written, writer, index, chunk, prompt)
                 num_tokens = len(chunk.token_ids) + len(chunk.prompt_logprobs)
                 is_long = num_tokens > LONG_CHUNK_TOKENS
                 if events := await asyncio.to_thread(write) if is_long else write():
@@ -348,12 +347,10 @@ class Endpoints:
                 raise  # the client has closed the connection
             refusal = self._refusal(error, "")
             assert isinstance(refusal, ApiError)
-            yield _event({"error": refusal.error})
+            yield encoded(writer.error_events(refusal))
             return
         self._record(http_request)
-        if writer.with_usage:
-            yield _event(writer.usage_event(http_request.usage()))
-        yield DONE
+        yield encoded(writer.last_events(http_request.usage())) + writer.stream_end
 
     def _record(self, http_request: HttpRequest) -> None:
         """Metrics of an answered request, and its user in the log."""
@@ -373,9 +370,5 @@ class Endpoints:
             )  # fmt: skip
 
 
-def _events(writer: ResponseWriter, index: int, chunk: Chunk, prompt: Sequence[int]) -> bytes:
-    return b"".join(map(_event, writer.events(index, chunk, prompt)))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _written(writer: AnswerWriter, index: int, chunk: Chunk, prompt: Sequence[int]) -> bytes:
+    return encoded(writer.events(index, chunk, prompt))

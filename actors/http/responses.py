@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
-from outrider.actors.http.bodies import ChatBody, CompletionBody, Settings
+from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings
+from outrider.actors.http.writing import Event
 from outrider.model.text import Tokenizer
 
 
@@ -23,6 +24,7 @@ from outrider.model.text import Tokenizer
 class ResponseWriter:
     """Writes the answer of one HTTP request, all its choices."""
 
+    stream_end = b"data: [DONE]\n\n"
     body: Settings
     """What the client asked for, also of the answer's form."""
     model: str
@@ -58,7 +60,7 @@ class ResponseWriter:
             told["prompt_logprobs"] = self._prompt_logprobs(answers[0])
         return msgspec.json.encode(told)
 
-    def events(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[dict[str, Any]]:
+    def events(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[Event]:
         """The events of a stream for one chunk of a choice; none while there is nothing to say."""
         is_first = index not in self._offsets
         logprobs = self._logprobs(index, chunk, prompt_ids)
@@ -98,9 +100,13 @@ class ResponseWriter:
             "total_tokens": num_prompt + count,
         }
 
-    def usage_event(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The event with the usage, after all others."""
-        return self._object("chat.completion.chunk", []) | {"usage": usage}
+    def last_events(self, usage: dict[str, Any]) -> list[Event]:
+        """The usage, where it is asked for."""
+        told = self._object("chat.completion.chunk", []) | {"usage": usage}
+        return [told] if self.with_usage else []
+
+    def error_events(self, error: ApiError) -> list[Event]:
+        return [{"error": error.error}]
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
         text = self._echo(index) + answer.text

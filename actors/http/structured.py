@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
 
+from outrider.actors.http.rules import rule
 from outrider.model.step import Grammar
 
 Kind = Literal["json_schema", "regex", "choice", "grammar"]
@@ -22,10 +22,6 @@ KINDS: dict[str, Kind] = {
     "json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar",
 }  # fmt: skip
 """By vLLM's name; json_object is another, which takes true."""
-
-
-def _rule(text: str) -> PydanticCustomError:
-    return PydanticCustomError("rule", "{text}", {"text": text})
 
 
 def _grammar(value: Any, kind: Kind) -> Grammar:
@@ -37,11 +33,11 @@ def _grammar(value: Any, kind: Kind) -> Grammar:
             text = json.dumps(value)
         case _:
             forms = {"json_schema": "a schema, as an object or a text", "choice": "a list of texts"}
-            raise _rule(f"must be {forms.get(kind, 'a text')}")
+            raise rule(f"must be {forms.get(kind, 'a text')}")
     try:
         return Grammar(kind, text)
     except ValueError as error:
-        raise _rule(str(error).removeprefix("sampling.grammar: ")) from None
+        raise rule(str(error).removeprefix("sampling.grammar: ")) from None
 
 
 def _response_format(value: Any) -> Grammar | None:
@@ -54,7 +50,7 @@ def _response_format(value: Any) -> Grammar | None:
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}, **rest}:
             if not rest:
                 return _grammar(schema, "json_schema")
-    raise _rule(
+    raise rule(
         'must be {"type": "text"}, {"type": "json_object"}, or '
         '{"type": "json_schema", "json_schema": {"schema": {...}}}'
     )
@@ -62,17 +58,17 @@ def _response_format(value: Any) -> Grammar | None:
 
 def _structured_outputs(value: Any) -> Grammar | None:
     if not isinstance(value, dict):
-        raise _rule("must be an object")
+        raise rule("must be an object")
     given = {name: one for name, one in value.items() if one is not None and one is not False}
     if unknown := given.keys() - KINDS.keys() - {"json_object"}:
-        raise _rule(f"{min(unknown)}: not supported by this server")
+        raise rule(f"{min(unknown)}: not supported by this server")
     if len(given) > 1:
-        raise _rule(f"{' and '.join(sorted(given))}: give one")
+        raise rule(f"{' and '.join(sorted(given))}: give one")
     for name, one in given.items():
         if name != "json_object":
             return _grammar(one, KINDS[name])
         if one is not True:
-            raise _rule("json_object must be true or false")
+            raise rule("json_object must be true or false")
         return ANY_OBJECT
     return None
 

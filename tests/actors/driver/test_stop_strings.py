@@ -20,7 +20,9 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(text: str, stop
         assert stopped == (bool(ends) and min(ends)[0] == position)
         if stopped:
             assert out == text[: min(start for end, start in ends if end == position)]
+            assert stopper.found == text[len(out) : position]
             return
+        assert stopper.found is None
         held = text[len(out) : position]
         assert out + held == text[:position]
         assert not held or any(s.startswith(held) for s in stops)
