@@ -52,6 +52,7 @@ class ChatTemplate:
             source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
         if not isinstance(source, str):
             raise ConfigError(f"{folder}: this checkpoint has no chat template")
+        self.source = source
         self._special_tokens = {
             key: value["content"] if isinstance(value, dict) else value
             for key, value in config.items()

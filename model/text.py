@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.model.config import ConfigError
 from outrider.model.escaping import MARK, TokenNames
+from outrider.model.reply_form import ReplyForm, form_of
 
 if TYPE_CHECKING:
     from outrider.model.chat import ChatTemplate
@@ -175,18 +176,29 @@ class Tokenizer:
         values are variables of the template (`enable_thinking=False`, for example). Raises
         ConfigError when the checkpoint has no chat template or the template raises an error.
         """
-        template = self._chat_template
-        if chat_template is not None:
-            template = type(template)(self._folder, chat_template)
         if not self._special_in_messages:
             messages = [self._token_names.escape_message(message) for message in messages]
             values = {name: self._token_names.escape(value) for name, value in values.items()}
-        return template.render(
+        return self._template(chat_template).render(
             messages,
             values,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+
+    def reply_form(
+        self, prompt: str, *, continued: str | None = None, chat_template: str | None = None
+    ) -> ReplyForm:
+        """The form of the reply to a prompt that render_chat has written.
+
+        continued: with continue_final_message, the last message. ConfigError as of render_chat.
+        """
+        return form_of(self._template(chat_template).source, prompt, continued)
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        """The checkpoint's, or what stands in its place."""
+        template = self._chat_template
+        return template if source is None else type(template)(self._folder, source)
 
     @functools.cached_property
     def _token_names(self) -> TokenNames:
