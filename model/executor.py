@@ -316,6 +316,13 @@ class Executor:
             self._count_tokens(slots, picked, torch.ones_like(slots))
         return (picked, *log_probs)
 
+    def set_lasts(self, lasts: dict[int, int]) -> None:
+        """Go on behind tokens that are known already, by slot, in place of prefill's first ones."""
+        send = self.device.send
+        slots, tokens = (send(torch.tensor(list(part))) for part in (lasts, lasts.values()))
+        self.slots.last[slots] = tokens
+        self.slots.fresh[slots, 0] = tokens
+
     def iterate(self, batch: DecodeBatch, run: RunPiece = run_at_once) -> tuple[Tensor, ...]:
         """Draft, verify, accept and commit.
 

@@ -100,7 +100,8 @@ class Matcher:
     """Where one request stands in its grammar."""
 
     def __init__(self, start: Future[llguidance.LLMatcher], eos_ids: Sequence[int]) -> None:
-        """start: a matcher of its own at the start of the grammar, compiled in another thread."""
+        """start: a matcher of its own, behind what there is of the answer, compiled in another
+        thread."""
         self._start, self._eos_ids = start, list(eos_ids)
 
     @cached_property
@@ -174,18 +175,23 @@ class Grammars:
         """Whether the checkpoint has a tokenizer and an EOS token, which grammars need."""
         return self._trie is not None
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher for a new request. It waits for the grammar when it is asked for something.
+    def matcher(self, grammar: Grammar, emitted: Sequence[int] = ()) -> Matcher:
+        """A matcher for a request that joins, behind the tokens of its answer so far. It waits for
+        the grammar when it is asked for something.
 
         Each request compiles its own: copies share the states that were found, whose number is
         limited, so one request would use up what another may need.
         """
-        return Matcher(self._pool.submit(self._compile, grammar), self._eos_ids)
+        start = self._pool.submit(self._compile, grammar, list(emitted))
+        return Matcher(start, self._eos_ids)
 
-    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+    def _compile(self, grammar: Grammar, emitted: list[int]) -> llguidance.LLMatcher:
         if self._trie is None:
             raise GrammarError("a grammar needs a checkpoint with a tokenizer and an EOS token")
-        return compiled(grammar, self._trie.result())
+        matcher = compiled(grammar, self._trie.result())
+        if emitted:
+            matcher.consume_tokens(emitted)
+        return matcher
 
 
 _tries: dict[tuple[Path, int, tuple[int, ...]], llguidance.LLTokenizer] = {}

@@ -107,7 +107,9 @@ class Runner:
         for command in commands:
             if isinstance(command, Join):
                 grammar = command.sampling.grammar
-                matcher = None if grammar is None else self.grammars.matcher(grammar)
+                matcher = None
+                if grammar is not None:
+                    matcher = self.grammars.matcher(grammar, command.emitted)
                 self.slots.add(command, self.run.draft_tokens, matcher)
                 self.executor.slots.reset(command)
                 self.executor.states.reset(command.slot)
@@ -180,18 +182,29 @@ class Runner:
         if not ending:
             return
         assert first is not None, "a prompt that ends yields a token"
-        for request in ending:
+        new = [index for index, request in enumerate(ending) if not request.resumes]
+        if len(new) < len(ending):
+            self.executor.set_lasts({r.slot: r.last for r in ending if r.resumes})
+            if not new:
+                return
+            assert chunk.ends is not None
+            rows = self.device.send(torch.tensor(new))
+            chunk, first = replace(chunk, ends=chunk.ends[rows]), (first[0][rows], first[1][rows])
+        requests = [ending[index] for index in new]
+        for request in requests:
             self._allow(request, [], 0)
         picked = self.executor.pick_firsts(chunk, *first)
-        step.firsts.append(InFlight(self.device.fetch(picked), ending))
+        step.firsts.append(InFlight(self.device.fetch(picked), requests))
 
     def _score(self, group: PaddedSpans, chunk: PromptChunk, hidden: Tensor) -> Iterator[InFlight]:
         """Log probabilities of the prompt tokens that follow the rows of a chunk, by request that
         asks for them. hidden [B, T, H]: of the chunk. The last token of a prompt has no follower.
+        A request that comes back has had them all.
         """
         for index, span in enumerate(group.spans):
             count = span.count - span.ends_prompt
-            if count and span.request.sampling.prompt_logprobs is not None:
+            asks = span.request.sampling.prompt_logprobs is not None and not span.request.resumes
+            if count and asks:
                 rows = hidden[index, :count], chunk.following[index, :count]
                 scores = self.executor.score_prompt(*rows)
                 yield InFlight(self.device.fetch(scores), [span.request])

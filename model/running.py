@@ -26,7 +26,7 @@ class RunningRequest:
     matcher: Matcher | None = None
     """Where it stands in its grammar; None where it has none."""
     prefilled: int = 0
-    """Number of prompt tokens that have been launched."""
+    """Number of tokens of `prompt` that have been launched."""
     emitted: int = 0
     """Number of tokens of the answer that have been read."""
     last: int = -1
@@ -39,14 +39,19 @@ class RunningRequest:
     """Rows that the last verify pass kept of which the result was read; 1 right after prefill."""
     draft_lag: int = 0
     """The most rows that may wait for the draft in its backlog (model/backlog.py)."""
+    prompt: list[int] = field(init=False)
+    """The tokens that prefill runs: the request's prompt, and of one that comes back also its
+    answer so far, without the last token, which the next iteration runs."""
+
+    def __post_init__(self) -> None:
+        emitted = self.join.emitted
+        self.prompt = self.join.tokens + emitted[:-1]
+        if emitted:
+            self.emitted, self.last = len(emitted), emitted[-1]
 
     @property
     def slot(self) -> int:
         return self.join.slot
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.join.tokens
 
     @property
     def sampling(self) -> Sampling:
@@ -54,8 +59,13 @@ class RunningRequest:
 
     @property
     def prompt_left(self) -> int:
-        """Number of prompt tokens that have not been launched."""
-        return len(self.join.tokens) - self.prefilled
+        """Number of tokens of `prompt` that have not been launched."""
+        return len(self.prompt) - self.prefilled
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it comes back with a part of its answer: prefill then yields no token."""
+        return bool(self.join.emitted)
 
     @property
     def num_tokens(self) -> int:
@@ -78,9 +88,10 @@ class RunningRequest:
         return self.remaining - self.in_flight
 
     def launch_prompt(self, count: int) -> None:
-        """`count` prompt tokens have been launched. The end of the prompt brings a token."""
+        """`count` prompt tokens have been launched. The end of the prompt brings a token, unless
+        that is known already."""
         self.prefilled += count
-        if self.prefilled == len(self.prompt):
+        if self.prefilled == len(self.prompt) and not self.resumes:
             self.in_flight += 1
 
     def launch_rows(self, count: int) -> None:
@@ -110,7 +121,8 @@ class SlotTable:
         """Put a request into a slot, which must be free. max_draft_tokens: the engine's K.
 
         No more drafts are made for it than its answer can hold: the prompt brings the first token,
-        and an iteration brings one token more than the drafts that it keeps.
+        and an iteration brings one token more than the drafts that it keeps. One that comes back
+        has emitted tokens; matcher: behind them.
         """
         assert join.slot not in self._requests, f"slot {join.slot} is taken"
         own, useful = join.sampling.draft_tokens, max(0, join.sampling.max_tokens - 2)

@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.model.step import MAX_LOGPROBS, Join, Sampling
 from outrider.parallel.device import Device
 from outrider.parallel.operands import SamplingFeatures, SlotSampling
-from outrider.parallel.sampling import BANNED, IN_PROMPT
+from outrider.parallel.sampling import BANNED, COUNT_SHIFT, IN_PROMPT
 
 SMALLEST_TEMPERATURE = 1e-6
 """A smaller temperature above 0 counts as this one: logits divided by it remain finite."""
@@ -135,11 +135,14 @@ class SamplingMemory:
             self._reset_tables(join)
 
     def _reset_tables(self, join: Join) -> None:
-        """Count the prompt, and set bans and bias. What may not be said has a bias of -inf."""
+        """Count the prompt and what there is of the answer, and set bans and bias. What may not be
+        said has a bias of -inf."""
         sampling, history, bias = join.sampling, self.history[join.slot], self.bias[join.slot]
         flags: dict[int, int] = dict.fromkeys(self._local(join.tokens), IN_PROMPT)
         for index in self._local(join.end_ids if sampling.min_tokens else ()):
             flags[index] = flags.get(index, 0) | BANNED
+        for index in self._local(join.emitted):
+            flags[index] = flags.get(index, 0) + (1 << COUNT_SHIFT)
         added: dict[int, float] = {}
         for token, value in sampling.logit_bias:
             for index in self._local((token,)):

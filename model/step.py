@@ -213,8 +213,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
     slot: int
     request: int
-    """Number of the request. It is never used again, so that results of a request that has left
-    cannot be taken for those of the next one in its slot."""
+    """Number of this join. It is never used again, so that results of a request that has left
+    cannot be taken for those of the next one in its slot, or of its own next join."""
     tokens: list[int]
     """The prompt's token ids."""
     pages: list[int]
@@ -224,6 +224,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """With a seed where it draws."""
     end_ids: list[int] = []
     """Token ids that end the answer: the request's stop ids, and EOS unless it is ignored."""
+    emitted: list[int] = []
+    """The beginning of the answer, of a request that comes back: it was in a slot before. Its next
+    token is the one after these, and drafts and counts go on as if it had never left."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

@@ -30,13 +30,20 @@ from tests.dialect_faults import DIALECT_FAULTS
 from tests.faults import FAULTS, Fault
 from tests.http_faults import HTTP_FAULTS
 from tests.loading_faults import LOADING_FAULTS
+from tests.recovery_faults import RECOVERY_FAULTS
 from tests.sampling_faults import SAMPLING_FAULTS
 from tests.security_faults import SECURITY_FAULTS
 
 ALL_FAULTS = (
-    *FAULTS, *SAMPLING_FAULTS, *HTTP_FAULTS, *DIALECT_FAULTS, *SECURITY_FAULTS, *LOADING_FAULTS,
+    *FAULTS,
+    *SAMPLING_FAULTS,
+    *HTTP_FAULTS,
+    *DIALECT_FAULTS,
+    *SECURITY_FAULTS,
+    *LOADING_FAULTS,
     *CHECKPOINT_FAULTS,
-)  # fmt: skip
+    *RECOVERY_FAULTS,
+)
 REPO = Path(__file__).parents[1]
 PAGE = "docs/mutants.md"
 JOBS = 2

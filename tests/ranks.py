@@ -215,8 +215,8 @@ class ForcedDrafter:
             held = self.runner.slots.get(slot)
             if held is None:
                 continue
-            answer = self.answers[tuple(held.prompt)]
-            done = int(self.runner.executor.slots.length[slot]) - len(held.prompt) + 1
+            answer = self.answers[tuple(held.join.tokens)]
+            done = int(self.runner.executor.slots.length[slot]) - len(held.join.tokens) + 1
             for i in range(batch.num_drafts):
                 token = answer[done + i] if done + i < len(answer) else 0
                 good = self.right(done + i, i)

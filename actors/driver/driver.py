@@ -264,8 +264,10 @@ class Driver:
         for command in self._scheduler.commands():
             batch.append(command)
             if isinstance(command, Join):
-                self._handles[command.request].changed.set()  # it has a slot
-                num_tokens += len(command.tokens)
+                handle = self._handles.get(command.request)
+                if handle is not None:  # it has its first slot; nobody waits for a later one
+                    handle.changed.set()
+                num_tokens += len(command.tokens) + len(command.emitted)
             if num_tokens > COMMAND_TOKENS:
                 self._ranks.send(Commands(commands=batch))
                 batch, num_tokens = [], 0

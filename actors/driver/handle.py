@@ -32,8 +32,8 @@ class Handle:
         return chunk
 
     async def slot_or_end(self) -> None:
-        """Returns once the request has a slot, or has ended. Nobody else may wait meanwhile."""
-        while self.request.slot is None and not self.request.ended:
+        """Returns once the request has had a slot, or has ended. Nobody else may wait meanwhile."""
+        while not (self.request.was_admitted or self.request.ended):
             await self.changed.wait()
             self.changed.clear()
 

@@ -1,8 +1,9 @@
 """One request from submit to end: what was asked, what has come, how it ended, and with which text.
 
     Progress -> Request.accept -> tokens, stop strings, counters, finish      take -> Chunk
-`prompt` and `emitted` are its whole text so far: all that a replay on other ranks needs. Text is
-made when a chunk is taken. With stop strings it is made at once, token by token, so that a match
+`prompt` and `emitted` are its whole text so far: with them it can leave its slot (`suspend`) and go
+on later, in another slot or on other ranks, as if nothing had been. Text is made when a chunk is
+taken. With stop strings it is made at once, token by token, so that a match
 ends the request whether or not anybody reads.
 """
 
@@ -60,22 +61,28 @@ class Request:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         key: str = "",
+        priority: int = 0,
         detokenizer: Detokenizer | None = None,
     ) -> None:
         """number: never used twice. sampling: its seed drawn, max_tokens cut to the context.
 
         stop: texts that end the answer. include_stop: what ends it has a part in its text. key: the
-        caller's name for it. detokenizer: None where the checkpoint has no tokenizer; then every
-        text is empty.
+        caller's name for it. priority: as in GenerationRequest. detokenizer: None where the
+        checkpoint has no tokenizer; then every text is empty.
         """
         self.number = number
         self._drafter = drafter
         self.prompt = prompt
         self.sampling = sampling
         self.key = key
+        self.priority = priority
         self.emitted: list[int] = []
         self.slot: int | None = None
         """None while it waits, and for ever if it ends before it gets one."""
+        self.join_number = number
+        """Its number in what the ranks are told and tell: another one each time that it joins."""
+        self.was_admitted = False
+        """Whether it has had a slot, though it may wait for the next one now."""
         self.finish: str | None = None
         """Why the answer is complete: "stop" or "length"; None while it goes on."""
         self.error: Exception | None = None
@@ -136,6 +143,21 @@ class Request:
         self._logprobs += progress.logprobs
         self.finish = finish
         return progress
+
+    def admit(self, slot: int) -> None:
+        """It joins the ranks in this slot, behind what it has emitted."""
+        self.slot, self.was_admitted = slot, True
+
+    def suspend(self, join_number: int) -> None:
+        """It leaves its slot and waits for another. join_number: for its next join.
+
+        Progress that is still under way for it is lost: the ranks make those tokens again. So they
+        do with log probabilities of its prompt, unless the first token has come, and so all of
+        them.
+        """
+        self.slot, self.join_number = None, join_number
+        if not self.emitted:
+            del self._prompt_logprobs[1:]
 
     def fail(self, error: Exception) -> None:
         """End the request without a complete answer; the first end counts."""

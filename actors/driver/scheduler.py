@@ -1,6 +1,7 @@
 """Which request runs next, in which slot, on which pages. Of equal priority: first come first.
 
     add -> Request -> commands() -> Join        StepEvent -> apply -> Request, freed at its end
+                                    Join <- waiting again <- suspend
 A request gets a slot once pages for its whole length are free too (prompt + max_tokens + the rows
 that an iteration may write past its end), so nothing is ever evicted. What can never fit is refused
 at once. It touches no device and knows nothing of callers.
@@ -63,8 +64,10 @@ class Scheduler:
         self._line: list[tuple[int, int]] = []
         """Heap of (priority, number) of those that wait, and of some that do not any more."""
         self._running: dict[int, Request] = {}
+        """By the number of their join."""
         self._leaves: list[Leave] = []
-        """Of requests that ended before the ranks knew; sent before any other request joins."""
+        """Of requests that ended before the ranks knew, or were suspended; sent before any other
+        request joins."""
         self._numbers = count()
         self.reset_totals()
 
@@ -125,10 +128,10 @@ class Scheduler:
             stop=asked.stop,
             include_stop=asked.include_stop,
             key=asked.key,
+            priority=asked.priority,
             detokenizer=detokenizer,
         )
-        self._waiting[request.number] = request
-        heapq.heappush(self._line, (asked.priority, request.number))
+        self._wait(request)
         self.num_requests["submitted"] += 1
         return request
 
@@ -151,16 +154,17 @@ class Scheduler:
                 break
             heapq.heappop(self._line)
             del self._waiting[request.number]
-            self._running[request.number] = request
-            request.slot = allocation.slot
+            self._running[request.join_number] = request
+            request.admit(allocation.slot)
             commands.append(
                 Join(
                     slot=allocation.slot,
-                    request=request.number,
+                    request=request.join_number,
                     tokens=request.prompt,
                     pages=list(allocation.pages),
                     sampling=request.sampling,
                     end_ids=self._end_ids(request.sampling),
+                    emitted=list(request.emitted),
                 )
             )
         return commands
@@ -169,7 +173,7 @@ class Scheduler:
         """Hand a step's progress to its requests, and free those that ended; -> each that changed.
 
         A step may bring a request its first token and those of an iteration. Progress of a request
-        that ended while the step ran is dropped.
+        that ended or was suspended while the step ran is dropped.
         """
         changed: dict[int, Request] = {}
         for progress in event.progress:
@@ -184,15 +188,34 @@ class Scheduler:
             changed[request.number] = request
         return list(changed.values())
 
+    def suspend(self, number: int) -> None:
+        """Take the slot and the pages of a running request; it waits for others.
+
+        It stands in line by its priority and its number, so before those that came later.
+        """
+        request = self._running_one(number)
+        assert request is not None, f"request {number} does not run"
+        self._free(request, ranks_know=False)
+        self._resume_later(request)
+
+    def suspend_all(self) -> None:
+        """The ranks are gone: every request that was running waits for others."""
+        requests = list(self._running.values())
+        for request in requests:
+            self._free(request, ranks_know=True)
+            self._resume_later(request)
+        self._leaves.clear()
+
     def abort(self, number: int) -> Request | None:
         """End a request before its answer is complete; None: no unfinished one has this number."""
-        request = self._waiting.pop(number, None) or self._running.get(number)
+        running = self._running_one(number)
+        request = running or self._waiting.pop(number, None)
         if request is None:
             return None
         request.fail(RequestAbortedError(f"request {number} was aborted"))
         self.num_requests["aborted"] += 1
-        if number in self._running:
-            self._free(request, ranks_know=False)
+        if running is not None:
+            self._free(running, ranks_know=False)
         return request
 
     def fail_all(self, error: Exception) -> list[Request]:
@@ -217,13 +240,24 @@ class Scheduler:
         elif request.error is not None:
             self.num_requests["failed"] += 1
 
+    def _running_one(self, number: int) -> Request | None:
+        return next((r for r in self._running.values() if r.number == number), None)
+
+    def _wait(self, request: Request) -> None:
+        self._waiting[request.number] = request
+        heapq.heappush(self._line, (request.priority, request.number))
+
+    def _resume_later(self, request: Request) -> None:
+        request.suspend(next(self._numbers))
+        self._wait(request)
+
     def _free(self, request: Request, *, ranks_know: bool) -> None:
-        """Give back the slot and the pages of a running request that has ended."""
+        """Give back the slot and the pages of a running request; it has ended or waits again."""
         assert request.slot is not None
-        del self._running[request.number]
+        del self._running[request.join_number]
         self.blocks.free(request.number)
         if not ranks_know:
-            self._leaves.append(Leave(slot=request.slot, request=request.number))
+            self._leaves.append(Leave(slot=request.slot, request=request.join_number))
         if not self._running:
             self.blocks.check_idle()
 

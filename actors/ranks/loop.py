@@ -101,7 +101,8 @@ class RankLoop:
             commands += received.commands
             if received.stop:
                 return commands, True
-            tokens += sum(len(c.tokens) for c in received.commands if isinstance(c, Join))
+            joins = [c for c in received.commands if isinstance(c, Join)]
+            tokens += sum(len(c.tokens) + len(c.emitted) for c in joins)
             if tokens > PLAN_TOKENS:
                 break
         return commands, False

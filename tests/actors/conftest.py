@@ -59,7 +59,10 @@ def kept_of(request: int, emitted: int, draft_tokens: int) -> int:
 
 
 class Counting:
-    """Runner's interface: prefill one request a step, then an iteration over the others."""
+    """Runner's interface: prefill one request a step, then an iteration over the others.
+
+    One that comes back with a part of its answer gets its next token from an iteration.
+    """
 
     def __init__(self, draft_tokens: int = 3, chunk: int = 8, step_s: float = 0.0) -> None:
         self.draft_tokens, self.chunk, self.step_s = draft_tokens, chunk, step_s
@@ -93,7 +96,8 @@ class Counting:
             if isinstance(command, Join):
                 assert tenant is None, f"slot {command.slot} is taken"
                 self.slots[command.slot] = command
-                self.prefilled[command.request] = self.emitted[command.request] = 0
+                self.prefilled[command.request] = 0
+                self.emitted[command.request] = len(command.emitted)
             elif tenant is not None and tenant.request == command.request:
                 del self.slots[command.slot]
 
@@ -108,7 +112,7 @@ class Counting:
         if waiting:
             join = min(waiting, key=lambda j: j.request)
             self.prefilled[join.request] += self.chunk
-            if self._prefilled(join):
+            if self._prefilled(join) and not join.emitted:
                 progress.append(self._advance(join, 0, verified=False))
         for join in decoding:
             accepted = kept_of(join.request, self.emitted[join.request], self.draft_tokens)
@@ -122,7 +126,7 @@ class Counting:
         return hash((*sorted(self.slots), *self.emitted.values(), self.drift)) & (2**63 - 1)
 
     def _prefilled(self, join: Join) -> bool:
-        return self.prefilled[join.request] >= len(join.tokens)
+        return self.prefilled[join.request] >= len(join.tokens) + max(0, len(join.emitted) - 1)
 
     def _advance(self, join: Join, accepted: int, *, verified: bool) -> Progress:
         how, tokens, finish = join.sampling, [], None

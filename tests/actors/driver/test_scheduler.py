@@ -218,6 +218,74 @@ def test_who_leaves_is_told_before_who_gets_its_slot():
     assert (join.slot, join.request) == (0, 1)
 
 
+def test_a_suspended_request_comes_back_before_later_ones_with_all_that_it_has():
+    s = scheduler(max_slots=2)
+    first, second, third = add(s, [4, 5], max_tokens=9), add(s, [1]), add(s, [2])
+    joins(s)
+    step(s, 0, 0, [6, 7])
+    s.suspend(first.number)
+    assert (first.slot, first.was_admitted, s.num_waiting, s.num_running) == (None, True, 2, 1)
+    leave, join = s.commands()
+    assert leave == Leave(slot=0, request=0)
+    assert isinstance(join, Join)
+    assert (join.slot, join.tokens, join.emitted) == (0, [4, 5], [6, 7])
+    assert join.sampling == first.sampling
+    assert (first.slot, third.slot) == (0, None)
+    assert not second.ended
+
+
+def test_progress_from_before_a_suspension_is_not_taken_for_later_progress():
+    s = scheduler()
+    request = add(s, [4], max_tokens=9)
+    (before,) = joins(s)
+    step(s, before.request, 0, [5])
+    s.suspend(request.number)
+    (after,) = joins(s)
+    assert after.slot == before.slot
+    assert step(s, before.request, 0, [6, 7]) == []
+    step(s, after.request, 0, [6, 7], "length")
+    assert request.emitted == [5, 6, 7]
+    assert s.commands() == []
+    s.blocks.check_idle()
+
+
+def test_log_probabilities_of_a_prompt_come_once_whenever_it_is_suspended():
+    s = scheduler()
+    request = add(s, [1, 2, 3], max_tokens=3, prompt_logprobs=0)
+    rows = [[(2, -0.5)]], [[(3, -1.5)]]
+    (join,) = joins(s)
+    step(s, join.request, 0, [], verified=False, prompt_logprobs=rows[0])
+    s.suspend(request.number)
+    (join,) = joins(s)
+    for some in rows:
+        step(s, join.request, 0, [], verified=False, prompt_logprobs=some)
+    step(s, join.request, 0, [9], verified=False)
+    s.suspend(request.number)
+    (join,) = joins(s)
+    step(s, join.request, 0, [8, 7], "length")
+    chunk = request.take()
+    assert chunk is not None
+    assert (chunk.token_ids, chunk.prompt_logprobs) == ([9, 8, 7], [None, *rows[0], *rows[1]])
+
+
+def test_when_the_ranks_are_gone_all_wait_again_and_nobody_is_told_to_leave():
+    s = scheduler()
+    requests = [add(s, [i], max_tokens=9, stop_ids=(7,)) for i in range(5)]
+    joins(s)
+    step(s, 1, 1, [6])
+    s.abort(0)
+    s.suspend_all()
+    s.blocks.check_idle()
+    found = s.commands()
+    assert [(j.tokens, j.emitted) for j in found if isinstance(j, Join)] == [
+        ([1], [6]), ([2], []), ([3], [])
+    ]  # fmt: skip
+    assert len(found) == 3
+    assert len({j.request for j in found} | {r.number for r in requests}) == 7, "numbers are reused"
+    s.abort(1)
+    assert s.commands()[0] == Leave(slot=found[0].slot, request=found[0].request)
+
+
 def test_a_stop_string_ends_a_request_before_the_ranks_do():
     s = scheduler()
     request = add(s, [1], stop=("cd",), max_tokens=9)
@@ -333,9 +401,12 @@ def test_random_traffic_ends_with_clean_books():
             if done:
                 del live[request]
         elif roll < 0.7 and live:
-            request = rng.choice(list(live))
-            s.abort(request)
-            del live[request]
+            request = rng.choice([r for r in s.unfinished if r.slot is not None])
+            del live[request.join_number]
+            rng.choice([s.abort, s.suspend])(request.number)
+        elif roll < 0.705:
+            s.suspend_all()
+            live.clear()
         live |= {j.request: j.slot for j in joins(s)}
         s.blocks.check()
     while live or s.num_waiting:
