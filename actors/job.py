@@ -32,7 +32,8 @@ from outrider.actors.driver.assembly import limits_of, load_text
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.engine import Engine
 from outrider.actors.errors import RequestError
-from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings
+from outrider.actors.http.bodies import ApiError, CompletionBody, Settings
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
 from outrider.actors.http.prompts import banned_ids, chat_text
 from outrider.actors.http.responses import usage_of

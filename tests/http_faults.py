@@ -29,7 +29,7 @@ HTTP_FAULTS = (
     ),
     Fault(
         "instructions after the first turn are lost",
-        BODIES,
+        "actors/http/chats.py",
         "[m.text for m in self.messages if m.role in INSTRUCTING]",
         "[m.text for m in self.messages[:2] if m.role in INSTRUCTING]",
         "tests/actors/http/test_bodies.py::test_all_instructions_are_one_system_message",

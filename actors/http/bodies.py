@@ -1,6 +1,6 @@
 """What the body of a request may say, in OpenAI's form and with our own fields.
 
-    bytes -> parse (parsing.py) -> CompletionBody or ChatBody -> samplings, prompts, conversation
+    bytes -> parse (parsing.py) -> CompletionBody, or ChatBody (chats.py) -> samplings, prompts
 null means that a field is absent. What changes no text (fields.py) is taken out first. Nothing here
 waits, and nothing knows of sockets or tokenizers.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from outrider.actors.http.fields import changes_nothing
-from outrider.actors.http.rules import rule, unsupported
+from outrider.actors.http.rules import rule
 from outrider.actors.http.structured import Structured
 from outrider.model.step import (
     MAX_ALLOWED_IDS,
@@ -27,7 +27,7 @@ from outrider.model.step import (
 )
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 16, 256, 64
-MAX_BAD_WORDS, MAX_TEMPLATE_CHARS = 64, 1 << 16
+MAX_BAD_WORDS = 64
 MAX_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
 
@@ -45,10 +45,6 @@ SAME_IN_SAMPLING = {
     *("repetition_penalty", "ignore_eos"),
 }
 """Fields that go into Sampling as they are."""
-SET_BY_SERVER = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
-"""What chat_template_kwargs may not hold."""
-INSTRUCTING = ("system", "developer")
-"""Roles of messages that are no turn of the conversation."""
 
 
 class ApiError(Exception):
@@ -137,15 +133,6 @@ def _stop(value: Any) -> Any:
     return texts
 
 
-def _parts(value: Any) -> Any:
-    """The content of a message as a list of parts; a text is one of them."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
-        raise rule('must be a text, or a list of parts {"type": "text", "text": "..."}')
-    return value
-
-
 def _whole(value: Any) -> Any:
     """5.0 as 5: JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -156,25 +143,6 @@ def _bias(value: dict[str, float]) -> dict[int, float]:
         if not (key.isascii() and key.isdigit() and len(key) < 11 and str(int(key)) == key):
             raise rule(f"{reprlib.repr(key)} is no token id: keys are whole numbers in quotes")
     return {int(key): bias for key, bias in value.items()}
-
-
-def _template_values(value: dict[str, Any]) -> dict[str, Any]:
-    value = {name: one for name, one in value.items() if one is not None}
-    if not set(map(type, value.values())) <= {bool, int, float, str}:
-        raise rule("each value must be a text, a number, true or false")
-    if taken := SET_BY_SERVER & value.keys():
-        raise rule(f"{min(taken)} is set by the server; it may be a field of the body")
-    return value
-
-
-def _thinking(value: Any) -> Any:
-    """true for {"type": "enabled"}, as some clients write it."""
-    words = {"enabled": True, "adaptive": True, "disabled": False}
-    if isinstance(value, dict) and value.get("type") in words:
-        return words[value["type"]]
-    if not isinstance(value, bool):
-        raise rule('must be true, false, or {"type": "enabled" or "disabled"}')
-    return value
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
@@ -190,7 +158,6 @@ Texts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "stri
 """How /openapi.json writes a field that takes a text or a list of texts."""
 Ids = {"type": "array", "items": {"type": "integer"}}
 Prompts = {"anyOf": [*Texts["anyOf"], Ids, {"type": "array", "items": Ids}]}
-TemplateValues = Annotated[dict[str, Any], pydantic.AfterValidator(_template_values)]
 
 
 class Body(pydantic.BaseModel):
@@ -412,130 +379,3 @@ class CompletionBody(Settings):
                 limits.check_prompt(
                     max((len(ids) for ids in self.prompt if isinstance(ids, list)), default=0)
                 )
-
-
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-"""Types of parts that hold a text."""
-
-
-class Part(Body):
-    """A part of a message."""
-
-    type: str
-    text: str
-
-    @classmethod
-    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        kind = given.get("type")
-        if isinstance(kind, str) and kind not in TEXT_PARTS:
-            shown = reprlib.repr(kind)
-            raise unsupported(f"a part of type {shown}: not supported; this server reads text")
-        if kind == "refusal" and "refusal" in given:
-            given["text"] = given.pop("refusal")
-        return given
-
-
-class Message(Body):
-    """One turn of a conversation. It may be an answer of ours or of another server, sent again."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], BeforeValidator(_parts)]
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """Another name of reasoning_content."""
-    refusal: str | None = None
-    """What an answer says instead of its content."""
-
-    @classmethod
-    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if given.get("role") == "assistant":  # an empty answer has no content
-            given.setdefault("content", given.get("refusal", ""))
-        return given
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
-    def for_template(self) -> dict[str, str]:
-        """What a chat template gets of this message."""
-        told = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning,
-        }
-        given = {name: value for name, value in told.items() if value is not None}
-        return {"role": self.role, "content": self.text, **given}
-
-
-class ChatBody(Settings):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    logprobs: bool = False
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: TemplateValues | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
-    thinking: Annotated[bool, BeforeValidator(_thinking)] | None = None
-    enable_thinking: bool | None = None
-    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def conversation(self) -> list[dict[str, str]]:
-        """What the chat template gets. `developer` is another name of `system`.
-
-        All system messages become one at the beginning: templates refuse any other.
-        """
-        instructions = [m.text for m in self.messages if m.role in INSTRUCTING]
-        said = [m.for_template() for m in self.messages if m.role not in INSTRUCTING]
-        if instructions:
-            said.insert(0, {"role": "system", "content": "\n\n".join(instructions)})
-        return said
-
-    @property
-    def starts_reply(self) -> bool:
-        """Whether the prompt begins a new turn of the assistant."""
-        said = self.add_generation_prompt
-        return not self.continue_final_message if said is None else said
-
-    @property
-    def reply_role(self) -> str:
-        """Who says the answer: the assistant, or else who said the last message."""
-        return "assistant" if self.starts_reply else self.messages[-1].role
-
-    @property
-    def echoed(self) -> str:
-        """The text that `echo` puts before the answer: of the last message, if it is the same
-        one's who answers."""
-        last = self.messages[-1]
-        return last.text if self.echo and last.role == self.reply_role else ""
-
-    def template_values(self) -> dict[str, Any]:
-        """Variables of the chat template. Of fields that disagree the more special one counts."""
-        values: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            thinks = self.reasoning_effort != "none"
-            values = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
-        for one in (self.thinking, self.enable_thinking):
-            if one is not None:
-                values["enable_thinking"] = one
-        return values | (self.chat_template_kwargs or {})
-
-    def check(self, limits: BodyLimits | None) -> None:
-        super().check(limits)
-        if self.continue_final_message and self.starts_reply:
-            why = "continue_final_message: not with add_generation_prompt, which begins a new one"
-            raise ApiError(400, why, param="continue_final_message")
-        if self.chat_template is not None and limits is not None and not limits.chat_templates:
-            rule = "this server takes none from a request (serve.request_templates)"
-            raise ApiError(400, f"chat_template: {rule}", param="chat_template")
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs")
-        if limits is not None:
-            limits.check_choices(1, self.num_answers)

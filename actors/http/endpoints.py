@@ -38,10 +38,10 @@ from outrider.actors.http.bodies import (
     DEFAULTS,
     ApiError,
     BodyLimits,
-    ChatBody,
     CompletionBody,
     Settings,
 )
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.metrics import Metrics
 from outrider.actors.http.middleware import AuthMiddleware, error_response, json_response
 from outrider.actors.http.prompts import PromptEncoder

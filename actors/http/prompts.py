@@ -13,7 +13,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from outrider.actors.http.bodies import ApiError, BodyLimits, ChatBody, CompletionBody
+from outrider.actors.http.bodies import ApiError, BodyLimits, CompletionBody
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.tokens import TokenizeBody, tokenized
 from outrider.model.config import ConfigError
 from outrider.model.text import Tokenizer, TooManyTokensError

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
-from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings
+from outrider.actors.http.bodies import ApiError, CompletionBody, Settings
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.writing import Event
 from outrider.model.text import Tokenizer
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from outrider.actors.http.bodies import ApiError, Body, BodyLimits, ChatBody, Message, TokenId
+from outrider.actors.http.bodies import ApiError, Body, BodyLimits, TokenId
+from outrider.actors.http.chats import ChatBody, Message
 from outrider.model.text import Tokenizer
 
 

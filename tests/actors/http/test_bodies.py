@@ -17,10 +17,10 @@ from outrider.actors.http.bodies import (
     DEFAULTS,
     ApiError,
     BodyLimits,
-    ChatBody,
     CompletionBody,
     Settings,
 )
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
 from outrider.model.step import Sampling
 from tests.actors.conftest import VOCAB

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody, Settings
+from outrider.actors.http.bodies import ApiError, CompletionBody, Settings
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.fields import NEUTRAL, UNUSED
 from outrider.actors.http.parsing import parse
 from tests.actors.driver.test_driver import answer

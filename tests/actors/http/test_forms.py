@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from outrider.actors.http.bodies import ApiError, ChatBody, CompletionBody
+from outrider.actors.http.bodies import ApiError, CompletionBody
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
 from outrider.actors.http.prompts import banned_ids, chat_text
 from outrider.model.text import Tokenizer

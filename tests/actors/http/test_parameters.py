@@ -21,7 +21,8 @@ import pytest
 from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.driver.assembly import limits_of
 from outrider.actors.driver.driver import Driver
-from outrider.actors.http.bodies import ChatBody, CompletionBody
+from outrider.actors.http.bodies import CompletionBody
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.endpoints import Endpoints
 from outrider.model.step import Sampling
 from outrider.model.text import Tokenizer

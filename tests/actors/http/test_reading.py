@@ -13,7 +13,8 @@ import time
 import psutil
 import pytest
 
-from outrider.actors.http.bodies import ApiError, BodyLimits, ChatBody, CompletionBody
+from outrider.actors.http.bodies import ApiError, BodyLimits, CompletionBody
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.reading import SMALL_BODY_BYTES, BodyReader
 
 LIMITS = BodyLimits(max_choices=8, max_prompt_tokens=4000)

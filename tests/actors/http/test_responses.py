@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
-from outrider.actors.http.bodies import ChatBody, CompletionBody, Settings
+from outrider.actors.http.bodies import CompletionBody, Settings
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
 from outrider.actors.http.responses import ResponseWriter
 from outrider.model.text import Tokenizer

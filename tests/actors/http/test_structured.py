@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from outrider.actors.driver.grammars import LIMIT_S
-from outrider.actors.http.bodies import ChatBody, CompletionBody
+from outrider.actors.http.bodies import CompletionBody
+from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
 from outrider.actors.http.structured import ANY_OBJECT
 from outrider.model.step import Grammar
