@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import re
 import types
 import typing
 import warnings
@@ -31,6 +32,8 @@ RAY_LAUNCHER_KEYS = {
     "worker_setup_commands", "initialization_commands", "head_start_ray_commands",
     "worker_start_ray_commands", "upscaling_speed", "idle_timeout_minutes",
 }  # fmt: skip
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[1-9][0-9]*)?")
+"""What a browser sends as the origin of a page."""
 WORDS: dict[object, str] = {
     bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"
 }  # fmt: skip
@@ -250,12 +253,25 @@ def _check_fits(spec: Spec) -> None:
     if spec.serve.max_replicas and spec.serve.max_replicas < spec.serve.num_replicas:
         rule = f"at least serve.num_replicas = {spec.serve.num_replicas}, or null"
         raise spec.error("serve.max_replicas", rule)
+    _check_origins(spec)
     for key in ("ablation.greedy_probabilities", "ablation.gather_logits"):
         if getattr(spec.ablation, key.partition(".")[2]) and spec.speculation.draft_head != "model":
             raise spec.error(key, "needs speculation.draft_head = model: an fp8 head has no logits")
     buckets, most = spec.limits.batch_buckets, spec.limits.max_slots
     if buckets and (list(buckets) != sorted(set(buckets)) or buckets[-1] != most):
         raise spec.error("limits.batch_buckets", f"must rise and end with max_slots = {most}")
+
+
+def _check_origins(spec: Spec) -> None:
+    """ConfigError for an origin that no browser ever sends, so that no page would be allowed."""
+    for origin in () if spec.serve.cors_origins == "*" else spec.serve.cors_origins:
+        if not ORIGIN.fullmatch(origin) or re.fullmatch("http://.*:80|https://.*:443", origin):
+            rule = (
+                f'"{origin}" is no origin as browsers send it: scheme://host or '
+                "scheme://host:port in lower case, without a path, and without the port where it "
+                'is 80 of http or 443 of https; all pages are "*", not in a list'
+            )
+            raise spec.error("serve.cors_origins", rule)
 
 
 def _check_npu(spec: Spec) -> None:

@@ -156,6 +156,9 @@ class ServeSpec:
     docs: bool | Literal["auto"] = "auto"
     """Whether /openapi.json and /docs describe the API, to everyone; auto: unless api_key_file is
     set."""
+    cors_origins: tuple[str, ...] | Literal["*"] = ()
+    """Origins (scheme://host:port) of web pages that may call the server from a browser; "*": all
+    of them."""
     slots: Count | None = None
     """Requests that decode together when serving; null: limits.max_slots."""
     num_replicas: Count = 1

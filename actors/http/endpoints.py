@@ -43,7 +43,12 @@ from outrider.actors.http.bodies import (
 )
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.metrics import Metrics
-from outrider.actors.http.middleware import AuthMiddleware, error_response, json_response
+from outrider.actors.http.middleware import (
+    AuthMiddleware,
+    allow_origins,
+    error_response,
+    json_response,
+)
 from outrider.actors.http.prompts import PromptEncoder
 from outrider.actors.http.reading import BodyReader
 from outrider.actors.http.requests import EventStream, HttpRequest, best_answers
@@ -92,13 +97,14 @@ class Endpoints:
         self._prompts = PromptEncoder(tokenizer, limits)
         self.metrics = Metrics(driver.stats)
         with_docs = not keys if serve.docs == "auto" else serve.docs
-        self.app: ASGIApp = AuthMiddleware(
+        guarded = AuthMiddleware(
             self._routes(with_docs),
             keys,
             serve.max_body_bytes,
             self.metrics.answered,
             open_paths=("/health", "/ping", *(openapi.PATHS if with_docs else ())),
         )
+        self.app: ASGIApp = allow_origins(guarded, serve.cors_origins)
 
     def _routes(self, with_docs: bool) -> FastAPI:
         where = dict(zip(("openapi_url", "docs_url"), openapi.PATHS if with_docs else (None, None)))

@@ -1,6 +1,6 @@
 """In front of the routes: checks the API key, and size and coding of a body; counts every answer.
 
-    ASGI call -> AuthMiddleware -> routes
+    ASGI call -> allow_origins -> AuthMiddleware -> routes
 Also here: how an error becomes an answer in OpenAI's form.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.actors.http.bodies import ApiError
@@ -92,6 +93,24 @@ class AuthMiddleware:
     def _too_large(self) -> ApiError:
         rule = f"serve.max_body_bytes = {self._max_body_bytes} is the most"
         return ApiError(413, f"the body is too large: {rule}")
+
+
+def allow_origins(inner: ASGIApp, origins: Sequence[str] | Literal["*"]) -> ASGIApp:
+    """Let web pages of these origins call `inner` from a browser, and read all of its answers.
+
+    origins: serve.cors_origins; none of them adds nothing. Preflights are answered without a key,
+    since browsers send none with them. Cookies play no part: a key is a header.
+    """
+    if not origins:
+        return inner
+    return CORSMiddleware(
+        inner,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,  # from a public page to a server in the user's own network
+        expose_headers=("retry-after",),
+    )
 
 
 async def error_response(_: Request | None, error: Exception) -> Response:

@@ -116,6 +116,12 @@ def test_a_spec_travels_to_other_processes() -> None:
         ("model: m\nparallel: {collective: nccl}", ["collective = 'nccl'", "auto or shm or gloo"]),
         ("model: m\nlimits: {batch_buckets: [4, 2, 8]}", ["[4, 2, 8]", "must rise"]),
         ("model: m\nlimits: {batch_buckets: [1, 4]}", ["end with max_slots = 8"]),
+        ("model: m\nserve: {cors_origins: app.x}", ["cors_origins = 'app.x': must be a list"]),
+        ("model: m\nserve: {cors_origins: ['*']}", ["serve.cors_origins", '"*" is no origin']),
+        ("model: m\nserve: {cors_origins: [app.x]}", ['"app.x" is no origin', "scheme://host"]),
+        ("model: m\nserve: {cors_origins: ['http://x/']}", ['"http://x/"', "without a path"]),
+        ("model: m\nserve: {cors_origins: ['http://X']}", ['"http://X"', "in lower case"]),
+        ("model: m\nserve: {cors_origins: ['https://x:443']}", ['"https://x:443"', "the port"]),
         ("model:", ["model = null: must be a text"]),
         ("device: cpu", ["model is not set", "--model"]),
         ("model: m\nmodel: n", ["line 2", '"model" is written twice']),
@@ -144,6 +150,14 @@ def test_a_wrong_override_is_not_blamed_on_the_file(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nope\.yaml: cannot be read: No such file"):
         load_spec(tmp_path / "nope.yaml")
+
+
+def test_origins_are_written_as_browsers_send_them() -> None:
+    origins = ["http://localhost:3000", "https://app.example.com", "http://[::1]:80800"]
+    origins += ["https://x:80", "http://127.0.0.1:5173", "chrome-extension://abcdef"]
+    assert made(cors_origins=origins).serve.cors_origins == tuple(origins)
+    assert made(cors_origins="*").serve.cors_origins == "*"
+    assert made().serve.cors_origins == ()
 
 
 def test_overlapping_ranges_are_a_warning() -> None:
