@@ -1,6 +1,6 @@
 """One rank's engine: launches the next step, and reads the results of the step before.
 
-    apply(Join, Leave) -> step(): prompt chunks, then an iteration, then results -> [Progress]
+    apply(Join, Leave, Grow) -> step(): prompt chunks, then an iteration, then results -> [Progress]
 
 Every rank applies the same commands and reads the same tokens, so each finds the ends of requests
 (EOS, stop id, length) for itself, and all agree. SlotTable knows the requests, PrefillPolicy and
@@ -28,7 +28,7 @@ from outrider.model.plan import check_device, check_pages, memory_plan
 from outrider.model.prefill import PaddedSpans, PrefillPolicy
 from outrider.model.running import InFlight, InFlightStep, RunningRequest, SlotTable
 from outrider.model.sampling import NO_FEATURES
-from outrider.model.step import Join, Leave, Progress
+from outrider.model.step import Command, Join, Leave, Progress
 from outrider.model.weights import load, settle
 from outrider.parallel.device import Device
 from outrider.parallel.graph import Graphs
@@ -57,7 +57,7 @@ class Runner:
         with torch.inference_mode():
             self.executor = Executor(self.model, run, params, device)
             ablation.install_old_parts(self.executor)
-        self.slots = SlotTable()
+        self.slots = SlotTable(run.page_tokens, run.draft_tokens + 1)
         self.depth = run.draft_tokens
         self.num_drafts = 0
         """The most drafts that a request could take in the iteration that was read last."""
@@ -84,8 +84,8 @@ class Runner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits for tokens, or a result waits to be read."""
-        return bool(self.slots or self._in_flight)
+        """Whether a step would launch or read something. Requests may all wait for pages."""
+        return bool(self._in_flight or self.slots.can_run)
 
     @property
     def draft_limit(self) -> int:
@@ -102,8 +102,9 @@ class Runner:
         return self.executor.allocated_bytes()
 
     @torch.inference_mode()
-    def apply(self, commands: Sequence[Join | Leave]) -> None:
-        """Fill and empty slots. A Leave of a request that is gone is ignored."""
+    def apply(self, commands: Sequence[Command]) -> None:
+        """Fill and empty slots, and hand out pages. A Leave or a Grow of a request that is gone is
+        ignored."""
         for command in commands:
             if isinstance(command, Join):
                 grammar = command.sampling.grammar
@@ -113,8 +114,10 @@ class Runner:
                 self.slots.add(command, self.run.draft_tokens, matcher)
                 self.executor.slots.reset(command)
                 self.executor.states.reset(command.slot)
-            else:
+            elif isinstance(command, Leave):
                 self.slots.remove(command)
+            elif (had := self.slots.grow(command)) is not None:
+                self.executor.slots.grow(command, had)
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
@@ -124,10 +127,11 @@ class Runner:
         it does, an end is found one iteration late, and the tokens beyond it are dropped. It does
         not while some request has a grammar.
         """
-        if self.slots:
+        launches = self.slots.can_run
+        if launches:
             self._in_flight.append(self._launch())
         progress, self._failed = self._failed, []
-        if not self.slots:
+        if not launches:
             progress += self._read(self._in_flight.popleft())
         while len(self._in_flight) > (0 if self.slots.constrained else self.run_ahead):
             progress += self._read(self._in_flight.popleft())

@@ -1,6 +1,7 @@
 """What the host knows of the requests on a rank, and of results that it has not read yet.
 
     Join -> SlotTable.add -> RunningRequest -> its tokens -> SlotTable.add_tokens -> Progress
+    Grow -> SlotTable.grow: a request takes part in an iteration when its rows surely have pages
     a launched step -> InFlightStep -> its results
 
 The device may be ahead of the host by the results that are in flight. A request is changed by its
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.model.grammar import Matcher
-from outrider.model.step import Join, Leave, Progress, Sampling
+from outrider.model.step import Grow, Join, Leave, Progress, Sampling
 from outrider.parallel.device import Fetched
 
 
@@ -39,6 +40,8 @@ class RunningRequest:
     """Rows that the last verify pass kept of which the result was read; 1 right after prefill."""
     draft_lag: int = 0
     """The most rows that may wait for the draft in its backlog (model/backlog.py)."""
+    num_pages: int = field(init=False)
+    """KV pages that it has."""
     prompt: list[int] = field(init=False)
     """The tokens that prefill runs: the request's prompt, and of one that comes back also its
     answer so far, without the last token, which the next iteration runs."""
@@ -46,6 +49,7 @@ class RunningRequest:
     def __post_init__(self) -> None:
         emitted = self.join.emitted
         self.prompt = self.join.tokens + emitted[:-1]
+        self.num_pages = len(self.join.pages)
         if emitted:
             self.emitted, self.last = len(emitted), emitted[-1]
 
@@ -101,9 +105,13 @@ class RunningRequest:
 
 
 class SlotTable:
-    """Which request is in which slot. Every rank has the same table."""
+    """Which request is in which slot. Every rank has the same table.
 
-    def __init__(self) -> None:
+    page_tokens: tokens of a KV page. num_rows: the most rows of a request in an iteration, K+1.
+    """
+
+    def __init__(self, page_tokens: int, num_rows: int) -> None:
+        self._page_tokens, self._num_rows = page_tokens, num_rows
         self._requests: dict[int, RunningRequest] = {}
 
     def __len__(self) -> int:
@@ -111,6 +119,11 @@ class SlotTable:
 
     def get(self, slot: int) -> RunningRequest | None:
         return self._requests.get(slot)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a request has prompt tokens left or can take part in an iteration."""
+        return any(r.prompt_left for r in self._requests.values()) or bool(self.decoding())
 
     @property
     def constrained(self) -> bool:
@@ -127,7 +140,18 @@ class SlotTable:
         assert join.slot not in self._requests, f"slot {join.slot} is taken"
         own, useful = join.sampling.draft_tokens, max(0, join.sampling.max_tokens - 2)
         limit = min(max_draft_tokens if own is None else own, max_draft_tokens, useful)
-        self._requests[join.slot] = RunningRequest(join, limit, matcher)
+        self._requests[join.slot] = request = RunningRequest(join, limit, matcher)
+        room = request.num_pages * self._page_tokens
+        assert len(request.prompt) <= room, f"{len(request.prompt)} rows of a prompt in {room}"
+
+    def grow(self, grow: Grow) -> int | None:
+        """Note the pages that a request gets -> how many it had; None when it has left."""
+        if not self._holds(grow.slot, grow.request):
+            return None
+        request = self._requests[grow.slot]
+        had = request.num_pages
+        request.num_pages += len(grow.pages)
+        return had
 
     def remove(self, leave: Leave) -> None:
         """Take a request out of its slot; does nothing when it is gone already."""
@@ -150,7 +174,8 @@ class SlotTable:
     def decoding(self) -> list[RunningRequest]:
         """The requests that another iteration must bring tokens, in the order of their slots.
 
-        What one with a grammar may say next depends on all of its tokens: they must be read.
+        What one with a grammar may say next depends on all of its tokens: they must be read. One
+        whose next rows may not have pages waits for a Grow.
         """
         return [
             r
@@ -158,7 +183,14 @@ class SlotTable:
             if not r.prompt_left
             and r.tokens_needed > 0
             and not (r.matcher is not None and r.in_flight)
+            and self._has_room(r)
         ]
+
+    def _has_room(self, request: RunningRequest) -> bool:
+        """Whether its pages hold the rows of another iteration, if those in flight keep all rows.
+        The last token has no row yet."""
+        most = request.num_tokens - 1 + (request.in_flight + 1) * self._num_rows
+        return most <= request.num_pages * self._page_tokens
 
     def add_tokens(
         self,
@@ -228,7 +260,7 @@ class SlotTable:
     def digest(self) -> int:
         """63 bits that depend on all requests, their slots, and how far the host has read them."""
         table = [
-            (slot, r.join.request, r.prefilled, r.emitted, r.last)
+            (slot, r.join.request, r.prefilled, r.emitted, r.last, r.num_pages)
             for slot, r in sorted(self._requests.items())
         ]
         return hash(tuple(table)) & (2**63 - 1)

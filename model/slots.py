@@ -1,6 +1,6 @@
 """What the device knows of each slot: where its request stands, and how it picks tokens.
 
-    Join -> SlotTensors.reset     positions -> rows -> Rows of a pass     hidden -> pick -> tokens
+    Join -> SlotTensors.reset     Grow -> SlotTensors.grow     positions -> rows -> Rows of a pass
 
 It is on the device so that an iteration can be enqueued before the results of the last one are read
 (parallel/operands.py: SlotMemory says what each tensor means). The last slot is padding: it fills a
@@ -20,7 +20,7 @@ from outrider.model.config import ModelConfig, RunConfig
 from outrider.model.lookup import TokenHistory
 from outrider.model.plan import overshoot_rows, pages_for
 from outrider.model.sampling import SamplingMemory
-from outrider.model.step import Join
+from outrider.model.step import Grow, Join
 from outrider.parallel.device import Device
 from outrider.parallel.operands import Rows, SlotMemory
 
@@ -74,6 +74,11 @@ class SlotTensors:
         self.sampling.reset(join)
         self.hidden[slot].zero_()
         self.fresh[slot].zero_()
+
+    def grow(self, grow: Grow, had: int) -> None:
+        """Add pages behind the first `had` of a slot's block table."""
+        pages = torch.tensor(grow.pages, dtype=torch.int64)
+        self.block_table[grow.slot, had : had + len(grow.pages)] = self.device.send(pages)
 
     def table_of(self, slots: Tensor, num_pages: int) -> Tensor:
         """The first num_pages pages of each of the slots [B] -> [B, num_pages] int64."""

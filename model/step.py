@@ -1,6 +1,7 @@
 """What crosses between the driver and the ranks: commands in, progress out. No tensors.
 
-    driver -- Join, Leave --> leader -- StepPlan --> every rank; leader -- StepEvent --> driver
+    driver -- Join, Leave, Grow --> leader -- StepPlan --> every rank
+    leader -- StepEvent --> driver
 
 All ranks apply the same StepPlan before the same step, so they hold the same slot table. A follower
 whose table differs notices it by `StepPlan.digest`. The leader is rank 0, the others are followers.
@@ -218,8 +219,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     tokens: list[int]
     """The prompt's token ids."""
     pages: list[int]
-    """KV pages in the order of positions. They cover the prompt, max_tokens, and the rows that
-    iterations may write after the end (plan.overshoot_rows)."""
+    """KV pages in the order of positions. They cover the prompt and the rows of an iteration behind
+    it at least; Grow brings more."""
     sampling: Sampling
     """With a seed where it draws."""
     end_ids: list[int] = []
@@ -236,12 +237,24 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     request: int
 
 
+class Grow(msgspec.Struct, frozen=True, tag=True):
+    """Give a request more KV pages, behind those that it has. One that has left is ignored."""
+
+    slot: int
+    request: int
+    """As in its Join."""
+    pages: list[int]
+
+
+Command = Join | Leave | Grow
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """What the leader tells every rank: apply these commands, then step once if there is work."""
 
     seq: int
     """Number of the plan, from 0."""
-    commands: list[Join | Leave]
+    commands: list[Command]
     digest: int
     """Of the leader's slot table before the commands (SlotTable.digest)."""
     stop: bool = False

@@ -35,11 +35,12 @@ def warm_up(runner: Runner) -> None:
 def _answer(runner: Runner, prompt: int, sampling: Sampling) -> None:
     """Answer a request with a prompt of this many tokens, for a few iterations."""
     run = runner.run
-    prompt = min(prompt, run.max_model_len - 1)
-    max_tokens = min(2 * run.draft_tokens + 2, run.max_model_len - prompt)
+    overshoot = overshoot_rows(run.draft_tokens)
+    most = min(run.max_model_len, (run.num_pages - 1) * run.page_tokens - overshoot)
+    prompt = min(prompt, most - 1)
+    max_tokens = min(2 * run.draft_tokens + 2, most - prompt)
     sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
-    rows = prompt + max_tokens + overshoot_rows(run.draft_tokens)
-    pages = range(1, min(1 + pages_for(rows, run.page_tokens), run.num_pages))
+    pages = range(1, 1 + pages_for(prompt + max_tokens + overshoot, run.page_tokens))
     tokens = [0] * prompt
     runner.apply([Join(slot=0, request=-1, tokens=tokens, pages=list(pages), sampling=sampling)])
     while runner.has_work:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.cache_faults import CACHE_FAULTS
 from tests.checkpoint_faults import CHECKPOINT_FAULTS
 from tests.dialect_faults import DIALECT_FAULTS
 from tests.faults import FAULTS, Fault
@@ -43,6 +44,7 @@ ALL_FAULTS = (
     *LOADING_FAULTS,
     *CHECKPOINT_FAULTS,
     *RECOVERY_FAULTS,
+    *CACHE_FAULTS,
 )
 REPO = Path(__file__).parents[1]
 PAGE = "docs/mutants.md"

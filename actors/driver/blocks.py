@@ -1,6 +1,7 @@
 """Who holds which KV pages and which batch slot. Numbers only, no memory.
 
-    allocate(request, n) -> Allocation(slot, pages)      free(request) -> back on the free lists
+    allocate(request, n) -> Allocation(slot, pages)      grow(request, n) -> more pages
+    free(request) -> all of it is back on the free lists
 Page 0 is the null page, which padding rows write to; it is never allocated. The lowest free number
 goes out first, so that running slots stay together.
 """
@@ -15,10 +16,11 @@ NULL_PAGE = 0
 
 @dataclass(frozen=True)
 class Allocation:
-    """What one request holds until it ends."""
+    """What one request holds until it leaves its slot."""
 
     slot: int
-    pages: tuple[int, ...]
+    pages: list[int]
+    """In the order of positions; `BlockAllocator.grow` adds to them."""
 
 
 class BlockAllocator:
@@ -51,16 +53,29 @@ class BlockAllocator:
             return None
         allocation = Allocation(
             slot=heapq.heappop(self._slots),
-            pages=tuple(heapq.heappop(self._pages) for _ in range(num_pages)),
+            pages=self._take(num_pages),
         )
         self._allocations[request] = allocation
         return allocation
+
+    def grow(self, request: int, num_pages: int) -> list[int]:
+        """Up to `num_pages` more pages for a request that has a slot: as many as are free."""
+        pages = self._take(min(num_pages, len(self._pages)))
+        self._allocations[request].pages.extend(pages)
+        return pages
+
+    def held_pages(self, request: int) -> int:
+        """The pages of a request that has a slot."""
+        return len(self._allocations[request].pages)
 
     def free(self, request: int) -> None:
         allocation = self._allocations.pop(request)
         heapq.heappush(self._slots, allocation.slot)
         for page in allocation.pages:
             heapq.heappush(self._pages, page)
+
+    def _take(self, num_pages: int) -> list[int]:
+        return [heapq.heappop(self._pages) for _ in range(num_pages)]
 
     def check_idle(self) -> None:
         """AssertionError when something is still held though no request runs. Takes no time."""

@@ -23,7 +23,7 @@ from outrider.actors.driver.scheduler import Limits, Scheduler
 from outrider.actors.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError
 from outrider.actors.ranks.group import Ranks
 from outrider.actors.ranks.messages import Commands
-from outrider.model.step import Grammar, Join, Leave, Sampling, StepEvent
+from outrider.model.step import Command, Grammar, Join, Sampling, StepEvent
 
 log = logging.getLogger(__name__)
 COMMAND_TOKENS = 1 << 20
@@ -219,6 +219,7 @@ class Driver:
             "active": scheduler.num_running,
             "free_pages": blocks.free_pages,
             "num_pages": blocks.num_pages,
+            "preemptions": scheduler.num_preemptions,
             "draft_depth": self._depth,
             "steps": self._num_steps,
             "step_s": self._step_s,
@@ -259,7 +260,7 @@ class Driver:
             self._send_commands()
 
     def _send_commands(self) -> None:
-        batch: list[Join | Leave] = []
+        batch: list[Command] = []
         num_tokens = 0
         for command in self._scheduler.commands():
             batch.append(command)

@@ -2,9 +2,9 @@
 
     add -> Request -> commands() -> Join        StepEvent -> apply -> Request, freed at its end
                                     Join <- waiting again <- suspend
-A request gets a slot once pages for its whole length are free too (prompt + max_tokens + the rows
-that an iteration may write past its end), so nothing is ever evicted. What can never fit is refused
-at once. It touches no device and knows nothing of callers.
+A request holds KV pages for its text and for the next few iterations, and gets more as it goes on
+(Grow). Where none are left, the youngest request gives its slot and its pages back and joins again
+later. What can never fit is refused at once. It touches no device and knows nothing of callers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from outrider.actors.errors import (
     RequestError,
     RequestFailedError,
 )
-from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
+from outrider.model.step import Command, Grow, Join, Leave, Progress, Sampling, StepEvent
+
+ITERATIONS_AHEAD = 4
+"""A request gets more pages before those that it has may be full after so many iterations: when
+the driver reads results, the ranks have launched two more, and a Grow is on its way for one."""
+GROWTH_TOKENS = 64
+"""What a request gets beyond that, so that few commands bring few tokens each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,7 @@ class Scheduler:
     def reset_totals(self) -> None:
         """Count from here on."""
         self.counters = Counters(self.limits.draft_tokens)
+        self.num_preemptions = 0
         self.num_requests = {"submitted": 0, "finished": 0, "aborted": 0, "failed": 0}
 
     @property
@@ -135,23 +142,28 @@ class Scheduler:
         self.num_requests["submitted"] += 1
         return request
 
-    def commands(self) -> list[Join | Leave]:
-        """What the ranks must be told now, in order: who leaves, then who joins.
+    def commands(self) -> list[Command]:
+        """What the ranks must be told now, in order: who leaves, who gets pages, then who joins.
 
         Requests join by priority, and of equal priority in the order they came. Joining stops at
         the first request that does not fit; later ones wait behind it.
         """
-        commands: list[Join | Leave] = [*self._leaves]
+        grows = self._grow_all()
+        commands: list[Command] = [*self._leaves, *grows]
         self._leaves.clear()
+        reserved = sum(self._pages_to_come(request) for request in self._running.values())
         while self._line:
             request = self._waiting.get(self._line[0][1])
             if request is None:  # aborted
                 heapq.heappop(self._line)
                 continue
-            need = self._pages_of(len(request.prompt), request.sampling.max_tokens)
+            need = self._pages_wanted(request)
+            if need + reserved > self.blocks.free_pages:
+                break
             allocation = self.blocks.allocate(request.number, need)
             if allocation is None:
                 break
+            reserved += self._pages_to_come(request)
             heapq.heappop(self._line)
             del self._waiting[request.number]
             self._running[request.join_number] = request
@@ -261,6 +273,48 @@ class Scheduler:
         if not self._running:
             self.blocks.check_idle()
 
+    def _grow_all(self) -> list[Grow]:
+        """Pages for requests whose next iterations need more, the oldest first.
+
+        Where a request cannot get what its next iteration needs, the youngest of all is suspended,
+        which may be that request itself.
+        """
+        grows: list[Grow] = []
+        for request in sorted(self._running.values(), key=_age):
+            while request.slot is not None:
+                held = self.blocks.held_pages(request.number)
+                if held >= self._pages_for(request, self._rows * ITERATIONS_AHEAD):
+                    break
+                pages = self.blocks.grow(request.number, self._pages_wanted(request) - held)
+                if pages:
+                    grows.append(Grow(slot=request.slot, request=request.join_number, pages=pages))
+                if held + len(pages) >= self._pages_for(request, self._rows):
+                    break
+                self.suspend(max(self._running.values(), key=_age).number)
+                self.num_preemptions += 1
+        return grows
+
+    def _pages_for(self, request: Request, rows_ahead: int) -> int:
+        """Pages for the text of a request and so many rows behind it, as far as it may ever get."""
+        rows = len(request.prompt) + len(request.emitted) + rows_ahead
+        most = self._pages_of(len(request.prompt), request.sampling.max_tokens)
+        return min(-(-rows // self.limits.page_tokens), most)
+
+    def _pages_wanted(self, request: Request) -> int:
+        """The pages that a request is given when it joins or needs more."""
+        return self._pages_for(request, self._rows * ITERATIONS_AHEAD + GROWTH_TOKENS)
+
+    def _pages_to_come(self, request: Request) -> int:
+        """The pages that a running request will ask for next. They are not given to new ones: one
+        that joins must not be the next to be suspended."""
+        ahead = self._rows * ITERATIONS_AHEAD + 2 * GROWTH_TOKENS
+        return max(0, self._pages_for(request, ahead) - self.blocks.held_pages(request.number))
+
+    @property
+    def _rows(self) -> int:
+        """The most rows of a request in an iteration."""
+        return self.limits.draft_tokens + 1
+
     def _end_ids(self, sampling: Sampling) -> list[int]:
         """The token ids that end an answer."""
         ends = sampling.stop_ids + (() if sampling.ignore_eos else self.limits.eos_ids)
@@ -301,3 +355,8 @@ class Scheduler:
                 f"of {limits.page_tokens} tokens, the cache has {have}: {need - have} too few; "
                 "lower max_tokens, or raise cache.num_pages in cluster.yaml"
             )
+
+
+def _age(request: Request) -> tuple[int, int]:
+    """Smaller for requests that come first: by priority, then in the order they were submitted."""
+    return request.priority, request.number

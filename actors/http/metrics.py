@@ -36,6 +36,7 @@ COUNTERS = {
     "drafted": "drafted_tokens",
     "accepted": "accepted_tokens",
     "tokens": "generated_tokens",
+    "preemptions": "preemptions",
 }
 """Key of Driver.stats() -> name of the metric, after `outrider_`."""
 

@@ -17,7 +17,7 @@ from outrider.actors.errors import DivergenceError
 from outrider.actors.ranks.connection import Connection
 from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.messages import Commands
-from outrider.model.step import Join, Leave, Progress, StepEvent, StepPlan
+from outrider.model.step import Command, Join, Leave, Progress, StepEvent, StepPlan
 
 PLAN_TOKENS = 1 << 20
 """The leader stops reading its inbox at this many prompt tokens: a StepPlan has a size limit."""
@@ -32,7 +32,7 @@ class Steps(Protocol):
     def draft_limit(self) -> int: ...
     @property
     def num_drafts(self) -> int: ...
-    def apply(self, commands: Sequence[Join | Leave]) -> None: ...
+    def apply(self, commands: Sequence[Command]) -> None: ...
     def step(self) -> list[Progress]: ...
     def limit_drafts(self, depth: int) -> None: ...
     def digest(self) -> int: ...
@@ -92,9 +92,9 @@ class RankLoop:
                 self._depth.note(step_s, progress, self._runner.num_drafts)
             in_prefill.difference_update(p.request for p in progress if not p.prompt_logprobs)
 
-    def _read_inbox(self) -> tuple[list[Join | Leave], bool]:
+    def _read_inbox(self) -> tuple[list[Command], bool]:
         """-> the commands in the inbox and whether to stop. Waits while there is no work."""
-        commands: list[Join | Leave] = []
+        commands: list[Command] = []
         tokens = 0
         while (not commands and not self._runner.has_work) or self._connection.ready():
             received = self._connection.receive(Commands)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from outrider.model.step import Join, Leave
+from outrider.model.step import Command
 
 DRIVER = -1
 """The driver's number where the ranks have theirs."""
@@ -34,5 +34,5 @@ class Loading(msgspec.Struct, frozen=True):
 class Commands(msgspec.Struct, frozen=True):
     """From the driver to the leader: commands in order; `stop` ends every rank's run()."""
 
-    commands: list[Join | Leave] = []
+    commands: list[Command] = []
     stop: bool = False

@@ -26,7 +26,7 @@ from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.loop import RankLoop
 from outrider.actors.ranks.messages import DRIVER, Commands, Hello
 from outrider.actors.ranks.rank import exchange_hello
-from outrider.model.step import Join, Leave, Progress, Sampling, StepEvent
+from outrider.model.step import Command, Join, Leave, Progress, Sampling, StepEvent
 
 if TYPE_CHECKING:
     from outrider.actors.engine import Engine
@@ -70,7 +70,7 @@ class Counting:
         self.slots: dict[int, Join] = {}
         self.prefilled: dict[int, int] = {}
         self.emitted: dict[int, int] = {}
-        self.applied: list[list[Join | Leave]] = []
+        self.applied: list[list[Command]] = []
         self.drift = 0
         self.error: Exception | None = None
         self.hang = threading.Event()
@@ -89,7 +89,7 @@ class Counting:
     def num_drafts(self) -> int:
         return self.draft_tokens
 
-    def apply(self, commands: Sequence[Join | Leave]) -> None:
+    def apply(self, commands: Sequence[Command]) -> None:
         self.applied.append(list(commands))
         for command in commands:
             tenant = self.slots.get(command.slot)
@@ -98,7 +98,7 @@ class Counting:
                 self.slots[command.slot] = command
                 self.prefilled[command.request] = 0
                 self.emitted[command.request] = len(command.emitted)
-            elif tenant is not None and tenant.request == command.request:
+            elif isinstance(command, Leave) and tenant and tenant.request == command.request:
                 del self.slots[command.slot]
 
     def step(self) -> list[Progress]:

@@ -37,7 +37,7 @@ def packer(can: Capabilities | None = None, **changes: object) -> BatchPacker:
 
 
 def request(slot: int, prompt: Sequence[int], sampling: Sampling = GREEDY) -> RunningRequest:
-    join = Join(slot=slot, request=slot, tokens=list(prompt), pages=[], sampling=sampling)
+    join = Join(slot=slot, request=slot, tokens=list(prompt), pages=[1] * 40, sampling=sampling)
     return RunningRequest(join, draft_tokens=K)
 
 

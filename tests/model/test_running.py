@@ -9,7 +9,7 @@ from outrider.model.step import Join, Leave, Progress, Sampling
 from tests import checkpoints
 from tests.ranks import BlockAllocator, Team
 
-K = 5
+K, PAGE_TOKENS = 5, 4
 
 
 def join(slot: int, request: int, *, prompt: int = 3, end_ids: tuple[int, ...] = (), **how) -> Join:
@@ -17,14 +17,14 @@ def join(slot: int, request: int, *, prompt: int = 3, end_ids: tuple[int, ...] =
         slot=slot,
         request=request,
         tokens=[1] * prompt,
-        pages=[],
+        pages=[1] * 40,
         sampling=Sampling(**{"max_tokens": 20, **how}),
         end_ids=list(end_ids),
     )
 
 
 def table_of(*joins: Join) -> tuple[SlotTable, list[RunningRequest]]:
-    table = SlotTable()
+    table = SlotTable(PAGE_TOKENS, K + 1)
     for one in joins:
         table.add(one, K)
     requests = [table.get(one.slot) for one in joins]
@@ -91,7 +91,7 @@ def test_results_of_a_request_that_has_left_are_dropped() -> None:
 
 def test_the_digest_follows_every_change() -> None:
     table, (request,) = table_of(join(0, 1))
-    digests = [SlotTable().digest(), table.digest()]
+    digests = [SlotTable(PAGE_TOKENS, K + 1).digest(), table.digest()]
     request.launch_prompt(3)
     digests.append(table.digest())
     table.add_tokens(request, [4], [], verified=False)

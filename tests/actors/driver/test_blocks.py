@@ -15,8 +15,8 @@ def test_the_lowest_free_numbers_go_out_first_and_never_the_null_page():
     first, second = blocks.allocate(1, 3), blocks.allocate(2, 4)
     assert first is not None
     assert second is not None
-    assert (first.slot, first.pages) == (0, (1, 2, 3))
-    assert (second.slot, second.pages) == (1, (4, 5, 6, 7))
+    assert (first.slot, first.pages) == (0, [1, 2, 3])
+    assert (second.slot, second.pages) == (1, [4, 5, 6, 7])
     assert NULL_PAGE not in first.pages + second.pages
     assert blocks.free_pages == blocks.free_slots == 0
 
@@ -28,7 +28,7 @@ def test_what_comes_back_is_allocated_again():
     blocks.free(1)
     allocation = blocks.allocate(3, 2)
     assert allocation is not None
-    assert (allocation.slot, allocation.pages) == (0, (1, 2))
+    assert (allocation.slot, allocation.pages) == (0, [1, 2])
 
 
 @pytest.mark.parametrize(("slots", "pages", "want"), [(1, 9, 3), (2, 4, 2)])
