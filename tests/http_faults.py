@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.faults import BODIES, Fault
 
 CLIENTS = "tests/actors/http/test_clients.py::test_"
+DRAFT_INFO = "tests/actors/http/test_draft_info.py::test_"
 FORMS = "tests/actors/http/test_forms.py::test_"
 MIDDLEWARE = "tests/actors/http/test_middleware.py::test_"
 SAMPLING, PROMPTS = "model/sampling.py", "actors/http/prompts.py"
@@ -103,6 +104,20 @@ HTTP_FAULTS = (
         "allow_origins=origins,",
         'allow_origins=("*",),',
         "tests/actors/http/test_cross_origin.py::test_every_kind_of_answer_can_be_read_by_a_named_origin_alone",
+    ),
+    Fault(
+        "accepted drafts are told as the target's own tokens",
+        "actors/driver/request.py",
+        'DraftInfo(source="draft"',
+        'DraftInfo(source="target"',
+        DRAFT_INFO + "each_token_is_named_a_draft_or_the_targets_own[/v1/completions-90]",
+    ),
+    Fault(
+        "a stream that tells of drafts ends more than once",
+        "actors/driver/request.py",
+        "is_last = self.finish is not None and self._num_taken == len(self.emitted)",
+        "is_last = self.finish is not None",
+        DRAFT_INFO + "a_stop_string_takes_its_tokens_with_it_and_the_text_stays",
     ),
     Fault(
         "offsets of an answer do not count the echo before it",

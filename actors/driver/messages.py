@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,6 +37,8 @@ class GenerationRequest:
     """Whether the text that ended the answer, or that of the token which did, belongs to it."""
     show_special: bool = False
     """Whether special tokens have text."""
+    draft_info: bool = False
+    """Whether each chunk of the answer holds tokens of one source, which its `draft_info` names."""
     priority: int = 0
     """Of those that wait, the request with the smallest number gets the next slot."""
     key: str = ""
@@ -83,6 +85,23 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftInfo:
+    """Where the tokens of a chunk come from.
+
+    The tokens of an iteration are its accepted drafts, which are one chunk, and behind them the
+    target's own token, which is another: the one that it says instead of a wrong draft or, where
+    all drafts were accepted, one more.
+    """
+
+    source: Literal["draft", "target"]
+    drafted: int | None = None
+    """Drafts that the iteration verified; None unless the chunk is the last of an iteration. The
+    first token of an answer comes without one."""
+    accepted: int | None = None
+    """Of `drafted`, those that were accepted and belong to the answer; None where that is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chunk:
     """The tokens since the chunk before. `finish_reason` and `stats` are set on the last one."""
 
@@ -97,6 +116,8 @@ class Chunk:
     stop_string: str | None = None
     """On the last chunk: as Completion.stop_string."""
     stats: RequestStats | None = None
+    draft_info: DraftInfo | None = None
+    """Where GenerationRequest.draft_info asks for it."""
 
 
 class Failure(msgspec.Struct, frozen=True):

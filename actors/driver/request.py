@@ -10,12 +10,13 @@ ends the request whether or not anybody reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from outrider.actors.driver.messages import Chunk, Completion, RequestStats
+from outrider.actors.driver.messages import Chunk, Completion, DraftInfo, RequestStats
 from outrider.actors.driver.stop_strings import StopStrings
 from outrider.actors.errors import RequestFailedError
 from outrider.model.step import Progress, Sampling
@@ -62,13 +63,14 @@ class Request:
         include_stop: bool = False,
         key: str = "",
         priority: int = 0,
+        draft_info: bool = False,
         detokenizer: Detokenizer | None = None,
     ) -> None:
         """number: never used twice. sampling: its seed drawn, max_tokens cut to the context.
 
         stop: texts that end the answer. include_stop: what ends it has a part in its text. key: the
-        caller's name for it. priority: as in GenerationRequest. detokenizer: None where the
-        checkpoint has no tokenizer; then every text is empty.
+        caller's name for it. priority, draft_info: as in GenerationRequest. detokenizer: None
+        where the checkpoint has no tokenizer; then every text is empty.
         """
         self.number = number
         self._drafter = drafter
@@ -91,6 +93,10 @@ class Request:
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         self._stop_strings = StopStrings(stop, include=include_stop) if stop else None
+        self._texts: list[str] = []
+        """With stop strings: what each token that no chunk has carried yet adds to the text."""
+        self._runs: deque[tuple[int, DraftInfo]] | None = deque() if draft_info else None
+        """Tokens of one source that no chunk has carried yet, and what is to be told of them."""
         self._num_taken = 0
         self._logprobs: list[list[tuple[int, float]]] = []
         """Of the tokens that no chunk has carried yet."""
@@ -142,6 +148,8 @@ class Request:
         self.emitted += progress.tokens
         self._logprobs += progress.logprobs
         self.finish = finish
+        if self._runs is not None:
+            self._runs += _runs_of(progress)
         return progress
 
     def admit(self, slot: int) -> None:
@@ -169,27 +177,34 @@ class Request:
 
         The last chunk has finish_reason and stats. Raises `error` behind the tokens before it.
         """
-        tokens = self.emitted[self._num_taken :]
-        if not tokens and self.finish is None:
+        count, info = len(self.emitted) - self._num_taken, None
+        if not count and self.finish is None:
             if self.error is not None:
                 raise self.error
             return None
-        self._num_taken += len(tokens)
-        logprobs, self._logprobs = self._logprobs, []
+        if self._runs:
+            count, info = self._runs.popleft()
+        tokens = self.emitted[self._num_taken : self._num_taken + count]
+        self._num_taken += count
+        is_last = self.finish is not None and self._num_taken == len(self.emitted)
+        finish = self.finish if is_last else None
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         if self._stop_strings is None:
-            text = self._decode(tokens, self.finish)
+            text = self._decode(tokens, finish)
         else:
-            text = self._stop_strings.take()
+            text = "".join(self._texts[:count])
+            del self._texts[:count]
         return Chunk(
             token_ids=tokens,
             text=text,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             at_s=self._last_s - self._submitted_s,
-            finish_reason=self.finish,
-            stop_string=self.stop_string,
-            stats=self.stats() if self.finish is not None else None,
+            finish_reason=finish,
+            stop_string=self.stop_string if is_last else None,
+            stats=self.stats() if is_last else None,
+            draft_info=info,
         )
 
     def completion(self, chunks: Sequence[Chunk]) -> Completion:
@@ -240,8 +255,24 @@ class Request:
         for count, token in enumerate(tokens, 1):
             text = self._decode([token], finish if count == len(tokens) else None)
             armed = len(self.emitted) + count >= self.sampling.min_tokens
-            if stop_strings.feed(text, armed=armed):
+            is_found = stop_strings.feed(text, armed=armed)
+            if finish is not None and count == len(tokens) and not is_found:
+                stop_strings.end()
+            self._texts.append(stop_strings.take())
+            if is_found:
                 return count, "stop"
-        if finish is not None:
-            stop_strings.end()
         return len(tokens), finish
+
+
+def _runs_of(progress: Progress) -> Iterator[tuple[int, DraftInfo]]:
+    """The tokens of a step as runs of one source: how many, and what is told of them."""
+    num_target = len(progress.tokens) - progress.accepted
+    if progress.verified:
+        end = {"drafted": progress.drafted, "accepted": progress.accepted}
+    else:
+        end = {}
+    if progress.accepted:
+        is_end = not num_target
+        yield progress.accepted, DraftInfo(source="draft", **(end if is_end else {}))
+    if num_target:
+        yield num_target, DraftInfo(source="target", **end)

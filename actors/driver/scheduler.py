@@ -134,6 +134,7 @@ class Scheduler:
             drafter=limits.drafter,
             stop=asked.stop,
             include_stop=asked.include_stop,
+            draft_info=asked.draft_info,
             key=asked.key,
             priority=asked.priority,
             detokenizer=detokenizer,

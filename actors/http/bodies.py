@@ -242,6 +242,8 @@ class Settings(Structured, CommonFields):
     prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_draft_info: bool = False
+    """Each event of a stream holds tokens of one source, which it names: drafts or the target."""
     stream_options: StreamOptions | None = None
 
     @classmethod
@@ -339,6 +341,9 @@ class Settings(Structured, CommonFields):
         if self.stream and self.prompt_logprobs is not None:
             why = "prompt_logprobs: not with stream; echo and logprobs of completions are streamed"
             raise ApiError(400, why, param="prompt_logprobs")
+        if self.return_draft_info and not self.stream:
+            why = "return_draft_info: only with stream: true, since it tells of single events"
+            raise ApiError(400, why, param="return_draft_info")
         most = self.max_answer_tokens
         if most is not None and self.min_tokens > most:
             why = f"min_tokens = {self.min_tokens}: more than max_tokens = {most}"

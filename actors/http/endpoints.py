@@ -280,6 +280,7 @@ class Endpoints:
                         prompt=prompt, sampling=sampling, stop=body.stops, priority=body.priority,
                         include_stop=body.include_stop_str_in_output,
                         show_special=not body.skip_special_tokens,
+                        draft_info=body.return_draft_info,
                     )  # fmt: skip
                     handles.append(self._driver.submit(one, changed))
                     await asyncio.sleep(0)  # the driver looks at each id of each choice

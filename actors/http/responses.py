@@ -66,9 +66,11 @@ class ResponseWriter:
         is_first = index not in self._offsets
         logprobs = self._logprobs(index, chunk, prompt_ids)
         text = (self._echo(index) if is_first else "") + chunk.text
-        ids = {"token_ids": chunk.token_ids} if self.body.return_token_ids else {}
+        ids: dict[str, Any] = {"token_ids": chunk.token_ids} if self.body.return_token_ids else {}
         prompt = {"prompt_token_ids": prompt_ids} if self.body.return_token_ids and is_first else {}
-        has_news = bool(text or logprobs or ids.get("token_ids"))
+        if chunk.draft_info is not None and chunk.token_ids:
+            ids["draft_info"] = chunk.draft_info
+        has_news = bool(text or logprobs or (chunk.token_ids and ids))
         finish = chunk.finish_reason
         choices: list[dict[str, Any]] = []
         if not self.chat:
