@@ -380,7 +380,7 @@ FAULTS = (
     ),
     Fault(
         "stop ignored",
-        "actors/http/endpoints.py",
+        "actors/http/answering.py",
         "stop=body.stops",
         "stop=()",
         PARAMETERS,

@@ -68,6 +68,19 @@ class ApiError(Exception):
     def __str__(self) -> str:
         return str(self.error["message"])
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error where fields have other names. names: the new one by the old one."""
+        old, dot, rest = (self.error["param"] or "").partition(".")
+        if old not in names:
+            return self
+        message = str(self)
+        if message.startswith(old):
+            message = names[old] + message.removeprefix(old)
+        return ApiError(
+            self.status, message, kind=self.error["type"] or "", param=names[old] + dot + rest,
+            code=self.error["code"], retry_after_s=self.retry_after_s,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class BodyLimits:
@@ -156,6 +169,7 @@ Bias = Annotated[
 Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Texts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 """How /openapi.json writes a field that takes a text or a list of texts."""
+StopTexts = Annotated[list[str], BeforeValidator(_stop), WithJsonSchema(Texts)]
 Ids = {"type": "array", "items": {"type": "integer"}}
 Prompts = {"anyOf": [*Texts["anyOf"], Ids, {"type": "array", "items": Ids}]}
 
@@ -210,7 +224,7 @@ class CommonFields(Body):
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Whole, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_stop), WithJsonSchema(Texts)] | None = None
+    stop: StopTexts | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

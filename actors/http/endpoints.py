@@ -1,18 +1,16 @@
 """The HTTP endpoints over a Driver: a plain ASGI application that knows nothing of Ray.
 
-    AuthMiddleware -> BodyReader -> PromptEncoder -> Driver.submit -> Handle -> ResponseWriter
-What cannot be taken now is a 429 or a 503 with Retry-After, before any byte of an answer. Work that
-grows with a body is done beside the event loop: reading.py and prompts.py.
+    AuthMiddleware -> BodyReader -> PromptEncoder -> Answering -> Driver
+Each route says which body it takes and who writes its answer; every answer takes the same way, in
+answering.py. Work that grows with a body is done beside the event loop: reading.py and prompts.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,25 +21,20 @@ from starlette.types import ASGIApp
 import outrider
 from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.driver.driver import Driver
-from outrider.actors.driver.handle import Handle, merge
-from outrider.actors.driver.messages import Chunk, GenerationRequest
-from outrider.actors.errors import (
-    EngineDeadError,
-    PromptTooLongError,
-    QueueFullError,
-    RequestAbortedError,
-    RequestError,
-    RequestFailedError,
-)
 from outrider.actors.http import openapi
+from outrider.actors.http.answering import Answering
 from outrider.actors.http.bodies import (
     DEFAULTS,
     ApiError,
     BodyLimits,
     CompletionBody,
-    Settings,
 )
 from outrider.actors.http.chats import ChatBody
+from outrider.actors.http.dialects.body import DialectT
+from outrider.actors.http.dialects.messages_body import CountTokensBody, MessagesBody
+from outrider.actors.http.dialects.messages_writer import MessagesWriter
+from outrider.actors.http.dialects.responses_body import ResponsesBody
+from outrider.actors.http.dialects.responses_writer import ResponsesWriter
 from outrider.actors.http.metrics import Metrics
 from outrider.actors.http.middleware import (
     AuthMiddleware,
@@ -51,18 +44,12 @@ from outrider.actors.http.middleware import (
 )
 from outrider.actors.http.prompts import PromptEncoder
 from outrider.actors.http.reading import BodyReader
-from outrider.actors.http.requests import EventStream, HttpRequest, best_answers
+from outrider.actors.http.reply import ReplyParser
 from outrider.actors.http.responses import ResponseWriter
 from outrider.actors.http.tokens import DetokenizeBody, TokenizeBody
-from outrider.actors.http.writing import AnswerWriter, encoded
+from outrider.actors.http.writing import AnswerWriter
+from outrider.model.reply_form import ReplyForm
 from outrider.model.text import Tokenizer
-
-log = logging.getLogger(__name__)
-
-
-MAX_RETRY_S = 60
-LONG_CHUNK_TOKENS = 256
-"""Longer chunks are written in a thread: one for a slow client holds all since the one before."""
 
 
 class Endpoints:
@@ -82,11 +69,6 @@ class Endpoints:
         self._driver, self._tokenizer, self._serve = driver, tokenizer, serve
         self._model, self._about = model, about
         self._created = int(time.time())
-        self._draining = False
-        self._open: set[HttpRequest] = set()
-        """Requests whose answers are not complete yet."""
-        self._mean_request_s = 1.0
-        """Moving average, for Retry-After."""
         limits = BodyLimits(
             max_choices=serve.max_choices,
             max_prompt_tokens=driver.limits.max_model_len - 1,
@@ -96,6 +78,7 @@ class Endpoints:
         self._bodies = BodyReader(limits)
         self._prompts = PromptEncoder(tokenizer, limits)
         self.metrics = Metrics(driver.stats)
+        self._answers = Answering(driver, self._prompts, serve, self.metrics)
         with_docs = not keys if serve.docs == "auto" else serve.docs
         guarded = AuthMiddleware(
             self._routes(with_docs),
@@ -132,6 +115,9 @@ class Endpoints:
         for path, handler in (
             ("/v1/completions", self._completions),
             ("/v1/chat/completions", self._chat),
+            ("/v1/responses", self._responses),
+            ("/v1/messages", self._messages),
+            ("/v1/messages/count_tokens", self._count_tokens),
             ("/tokenize", self._tokenize),
             ("/detokenize", self._detokenize),
             ("/ping", self._health),
@@ -142,6 +128,9 @@ class Endpoints:
         bodies = {
             "/v1/completions": CompletionBody,
             "/v1/chat/completions": ChatBody,
+            "/v1/responses": ResponsesBody,
+            "/v1/messages": MessagesBody,
+            "/v1/messages/count_tokens": CountTokensBody,
             "/tokenize": TokenizeBody,
             "/detokenize": DetokenizeBody,
         }
@@ -161,15 +150,11 @@ class Endpoints:
 
         cut: end the open ones too; each answer ends with an error that says so.
         """
-        self._draining = True
-        if cut:
-            for request in self._open:
-                request.cut()
-        return len(self._open)
+        return self._answers.drain(cut=cut)
 
     async def _health(self) -> Response:
         dead = self._driver.error
-        status = "dead" if dead else "draining" if self._draining else "ok"
+        status = "dead" if dead else "draining" if self._answers.is_draining else "ok"
         report = {"status": status, **self._about()} | ({"reason": str(dead)} if dead else {})
         return json_response(report, 200 if status == "ok" else 503)
 
@@ -199,7 +184,7 @@ class Endpoints:
         }  # fmt: skip
 
     async def _completions(self, request: Request) -> Response:
-        self._check_draining()
+        self._answers.check_draining()
         body = await self._bodies.read(CompletionBody, await request.body())
         self._check_model(body.model)
         prompts = await self._prompts.encode(body)
@@ -210,17 +195,53 @@ class Endpoints:
         writer = ResponseWriter(
             body=body, model=self._model, tokenizer=self._tokenizer, echoes=echoes
         )
-        return await self._answer(request, body, writer, prompts, "prompt")
+        return await self._answers.answer(request, body, writer, prompts, "prompt")
 
     async def _chat(self, request: Request) -> Response:
-        self._check_draining()
+        self._answers.check_draining()
         body = await self._bodies.read(ChatBody, await request.body())
         self._check_model(body.model)
         prompt = await self._prompts.encode_chat(body)
         writer = ResponseWriter(
             body=body, model=self._model, tokenizer=self._tokenizer, echoes=[body.echoed] * body.n
         )
-        return await self._answer(request, body, writer, [prompt], "messages")
+        return await self._answers.answer(request, body, writer, [prompt], "messages")
+
+    async def _responses(self, request: Request) -> Response:
+        defaults = {**DEFAULTS, **self._driver.limits.sampling_defaults}
+
+        def writer(body: ResponsesBody, parser: ReplyParser) -> AnswerWriter:
+            return ResponsesWriter(body, self._model, parser, defaults)
+
+        return await self._in_dialect(request, ResponsesBody, writer)
+
+    async def _messages(self, request: Request) -> Response:
+        def writer(body: MessagesBody, parser: ReplyParser) -> AnswerWriter:
+            return MessagesWriter(self._model, parser)
+
+        return await self._in_dialect(request, MessagesBody, writer)
+
+    async def _in_dialect(
+        self,
+        request: Request,
+        kind: type[DialectT],
+        writer: Callable[[DialectT, ReplyParser], AnswerWriter],
+    ) -> Response:
+        """A chat in other words. writer: writes the answer to a body in these words."""
+        self._answers.check_draining()
+        body = await self._bodies.read(kind, await request.body())
+        self._check_model(body.model)
+        try:
+            prompt = await self._prompts.encode_chat(body.chat)
+            answer = writer(body, ReplyParser(ReplyForm()))
+            return await self._answers.answer(request, body.chat, answer, [prompt], "messages")
+        except ApiError as error:
+            raise error.renamed(kind.names) from None
+
+    async def _count_tokens(self, request: Request) -> Response:
+        body = await self._bodies.read(CountTokensBody, await request.body())
+        self._check_model(body.model)
+        return json_response({"input_tokens": await self._prompts.count_chat(body.chat)})
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(TokenizeBody, await request.body())
@@ -233,149 +254,9 @@ class Endpoints:
         body.check_ids(self._driver.limits.vocab_size)
         return json_response({"prompt": await self._prompts.detokenize(body.tokens)})
 
-    async def _answer(
-        self,
-        request: Request,
-        body: Settings,
-        writer: AnswerWriter,
-        prompts: Sequence[list[int]],
-        param: str,
-    ) -> Response:
-        """Queue, wait for a slot; then the answer, whole or as a stream. param: of the prompts."""
-        self._check_draining()
-        handles = await self._submit(body, prompts, param)
-        http_request = HttpRequest(self._driver, handles, prompts, body, self._open)
-        try:
-            await http_request.watching(request, self._wait_for_slot(http_request))
-            if body.stream:
-                return EventStream(self._events(http_request, writer), http_request)
-            answers = await http_request.watching(request, http_request.results())
-        except BaseException as error:
-            http_request.close()
-            raise self._refusal(error, param) from None
-        http_request.close()
-        self._record(http_request)
-        answers = best_answers(answers, body.num_answers, body.n)
-        content = await asyncio.to_thread(writer.whole, answers, http_request.usage())
-        return Response(content, media_type="application/json")
-
-    async def _submit(
-        self, body: Settings, prompts: Sequence[list[int]], param: str
-    ) -> list[Handle]:
-        """All choices of all prompts, or none."""
-        changed, handles, limits = asyncio.Event(), [], self._driver.limits
-        try:
-            await self._driver.check_grammar(body.grammar)
-        except RequestError as error:
-            (name,) = body.grammar_fields
-            why = str(error).replace("sampling.grammar", name, 1)
-            raise ApiError(400, why, param=name) from None
-        try:
-            banned = self._prompts.banned_ids(body.bad_words)
-            self._driver.check_queue(len(prompts) * body.num_answers)
-            for prompt in prompts:
-                room = limits.room_for(len(prompt))
-                for sampling in body.samplings(room, limits.sampling_defaults, banned):
-                    one = GenerationRequest(
-                        prompt=prompt, sampling=sampling, stop=body.stops, priority=body.priority,
-                        include_stop=body.include_stop_str_in_output,
-                        show_special=not body.skip_special_tokens,
-                        draft_info=body.return_draft_info,
-                    )  # fmt: skip
-                    handles.append(self._driver.submit(one, changed))
-                    await asyncio.sleep(0)  # the driver looks at each id of each choice
-        except (ApiError, RequestError, EngineDeadError) as error:
-            for handle in handles:
-                self._driver.abort(handle.request.number)
-            raise self._refusal(error, param) from None
-        return handles
-
-    async def _wait_for_slot(self, http_request: HttpRequest) -> None:
-        """Returns when the first choice has a slot; ApiError 429 when none comes in time."""
-        limit_s = self._serve.queue_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await http_request.handles[0].slot_or_end()
-        except TimeoutError:
-            raise self._too_busy(
-                f"no slot came free within serve.queue_timeout_s = {limit_s:g} s", "queue_timeout"
-            ) from None
-        self.metrics.joined(time.perf_counter() - http_request.started_s)
-
-    def _refusal(self, error: BaseException, param: str) -> BaseException:
-        """The answer for what the driver raised; anything else as it is."""
-        if isinstance(error, QueueFullError):
-            return self._too_busy(str(error), "queue_full")
-        if isinstance(error, RequestError):
-            named = ("logit_bias", "stop", "allowed_token_ids")
-            name = next((word for word in named if str(error).startswith(word)), param)
-            is_long = isinstance(error, PromptTooLongError)
-            code = "context_length_exceeded" if is_long else None
-            return ApiError(400, str(error), param=name, code=code)
-        if isinstance(error, RequestFailedError):
-            return ApiError(500, str(error), kind="server_error", code="request_failed")
-        if isinstance(error, EngineDeadError):
-            return ApiError(503, str(error), kind="server_error", code="engine_dead")
-        if isinstance(error, RequestAbortedError):
-            limit_s = self._serve.drain_timeout_s
-            rule = f"the answer took longer than serve.drain_timeout_s = {limit_s:g} s"
-            return self._shutting_down(f"this server shuts down, and {rule}")
-        return error
-
-    def _check_draining(self) -> None:
-        if self._draining:
-            raise self._shutting_down("this server shuts down: send the request again later")
-
-    def _shutting_down(self, why: str) -> ApiError:
-        wait_s = min(MAX_RETRY_S, max(1, math.ceil(self._serve.drain_timeout_s)))
-        return ApiError(503, why, kind="server_error", code="draining", retry_after_s=wait_s)
-
-    def _too_busy(self, why: str, code: str) -> ApiError:
-        stats = self._driver.stats()
-        rounds = (stats["queued"] + 1) / self._driver.limits.max_slots
-        wait_s = min(MAX_RETRY_S, max(1, math.ceil(rounds * self._mean_request_s)))
-        return ApiError(429, why, kind="rate_limit_error", code=code, retry_after_s=wait_s)
-
-    async def _events(
-        self, http_request: HttpRequest, writer: AnswerWriter
-    ) -> AsyncIterator[bytes]:
-        """Server-sent events; what ends the answer early ends them with an error event."""
-        try:
-            async for index, chunk in merge(http_request.handles):
-                prompt = http_request.handles[index].request.prompt
-                chunk = http_request.shown(chunk)
-                write = functools.partial(_written, writer, index, chunk, prompt)
-                num_tokens = len(chunk.token_ids) + len(chunk.prompt_logprobs)
-                is_long = num_tokens > LONG_CHUNK_TOKENS
-                if events := await asyncio.to_thread(write) if is_long else write():
-                    yield events
-        except (EngineDeadError, RequestFailedError, RequestAbortedError) as error:
-            if isinstance(error, RequestAbortedError) and not http_request.was_cut:
-                raise  # the client has closed the connection
-            refusal = self._refusal(error, "")
-            assert isinstance(refusal, ApiError)
-            yield encoded(writer.error_events(refusal))
-            return
-        self._record(http_request)
-        yield encoded(writer.last_events(http_request.usage())) + writer.stream_end
-
-    def _record(self, http_request: HttpRequest) -> None:
-        """Metrics of an answered request, and its user in the log."""
-        total_s = time.perf_counter() - http_request.started_s
-        self._mean_request_s += (total_s - self._mean_request_s) / 16
-        for one in http_request.requests:
-            self.metrics.finished(one.stats(), total_s, len(one.prompt), len(one.emitted))
-        if http_request.user is not None:
-            choices = len(http_request.requests)
-            log.info("answered user %.256r: choices: %d", http_request.user, choices)
-
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model):
             raise ApiError(
                 404, f"model {name!r} is not served here; {self._model!r} is", param="model",
                 code="model_not_found",
             )  # fmt: skip
-
-
-def _written(writer: AnswerWriter, index: int, chunk: Chunk, prompt: Sequence[int]) -> bytes:
-    return encoded(writer.events(index, chunk, prompt))

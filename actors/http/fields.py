@@ -11,17 +11,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+ANTHROPIC_UNUSED = frozenset({
+    "cache_control", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id",
+    "workspace_id",
+})  # fmt: skip
 UNUSED: Mapping[str, frozenset[str]] = {
     "Settings": frozenset({
         "cache_salt", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
         "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
         "spaces_between_special_tokens", "store", "verbosity",
     }),
+    "ResponsesBody": frozenset({
+        "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "stream_options",
+    }),
+    "TextSettings": frozenset({"verbosity"}),
+    "ReasoningSettings": frozenset({"generate_summary", "summary"}),
+    "MessageItem": frozenset({"annotations", "cache_control", "id", "phase", "status"}),
+    "FunctionCall": frozenset({"id", "status"}),
+    "FunctionCallOutput": frozenset({"id", "status", "name"}),
+    "ReasoningItem": frozenset({"encrypted_content", "id", "status"}),
+    "MessagesBody": ANTHROPIC_UNUSED,
+    "CountTokensBody": ANTHROPIC_UNUSED,
+    "Tool": frozenset({"cache_control", "eager_input_streaming", "input_examples", "strict"}),
+    "Thinking": frozenset({"budget_tokens"}),
+    "TextBlock": frozenset({"cache_control", "citations"}),
+    "ThinkingBlock": frozenset({"signature"}),
+    "RedactedThinkingBlock": frozenset({"data"}),
+    "ToolUseBlock": frozenset({"cache_control", "caller"}),
+    "ToolResultBlock": frozenset({"cache_control", "is_error"}),
     "StreamOptions": frozenset({"include_obfuscation"}),
     "Message": frozenset({"annotations", "cache_control", "id", "provider_specific_fields"}),
     "Part": frozenset({"annotations", "cache_control", "id"}),
 }  # fmt: skip
-"""By class of bodies.py: fields that name, sort or store a request, or only change its speed."""
+"""By class of a body, or of a part of one: fields that name, sort or store a request, or change
+nothing but its speed."""
 NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "Settings": {
         "add_special_tokens": (False,),
@@ -41,6 +65,13 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "use_beam_search": (False,),
         "vllm_xargs": ({},),
     },
+    "ResponsesBody": {
+        "background": (False,),
+        "context_management": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    },
+    "Thinking": {"display": ("summarized",)},
     "Message": {"thinking_blocks": ([],), "tool_calls": ([],)},
 }
 """By class and field: the values that ask for nothing."""

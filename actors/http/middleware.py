@@ -1,14 +1,14 @@
 """In front of the routes: checks the API key, and size and coding of a body; counts every answer.
 
     ASGI call -> allow_origins -> AuthMiddleware -> routes
-Also here: how an error becomes an answer in OpenAI's form.
+Also here: how an error becomes an answer, in the form of the API that was asked.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.actors.http.bodies import ApiError
+from outrider.actors.http.dialects.messages_writer import error_object
 
 
 class AuthMiddleware:
@@ -66,11 +67,9 @@ class AuthMiddleware:
         if path.endswith("/"):
             path = path.rstrip("/")
             scope = {**scope, "path": scope.get("root_path", "") + (path or "/")}
-        if path not in self._open_paths and not self._is_allowed(
-            headers.get(b"authorization", b"")
-        ):
+        if path not in self._open_paths and not self._is_allowed(headers):
             refusal = ApiError(
-                401, "the API key is missing or wrong: send Authorization: Bearer KEY",
+                401, "the API key is missing or wrong: send Authorization: Bearer KEY or x-api-key",
                 kind="authentication_error", code="invalid_api_key",
             )  # fmt: skip
         elif length.isdigit() and int(length) > self._max_body_bytes:
@@ -81,14 +80,15 @@ class AuthMiddleware:
         else:
             await self._inner(scope, limited, counted)
             return
-        await (await error_response(None, refusal))(scope, receive, counted)
+        await (await error_response(Request(scope), refusal))(scope, receive, counted)
 
-    def _is_allowed(self, header: bytes) -> bool:
+    def _is_allowed(self, headers: Mapping[bytes, bytes]) -> bool:
         """Compares the digest with that of every key: the time it takes tells nothing of them."""
-        scheme, _, key = header.partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
-        equal = [hmac.compare_digest(given, digest) for digest in self._keys]
-        return not self._keys or (scheme.lower() == b"bearer" and any(equal))
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        keys = [headers.get(b"x-api-key", b""), bearer if scheme.lower() == b"bearer" else b""]
+        given = [hashlib.sha256(key.strip()).digest() for key in keys]
+        equal = [hmac.compare_digest(one, digest) for one in given for digest in self._keys]
+        return not self._keys or any(equal)
 
     def _too_large(self) -> ApiError:
         rule = f"serve.max_body_bytes = {self._max_body_bytes} is the most"
@@ -113,12 +113,16 @@ def allow_origins(inner: ASGIApp, origins: Sequence[str] | Literal["*"]) -> ASGI
     )
 
 
-async def error_response(_: Request | None, error: Exception) -> Response:
-    """The answer for an ApiError, or for an error of the router (404, 405), in OpenAI's form."""
+async def error_response(request: Request, error: Exception) -> Response:
+    """The answer for an ApiError, or for an error of the router (404, 405), in the form of the API
+    that was asked."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail))
     assert isinstance(error, ApiError)
-    answer = json_response({"error": error.error}, error.status)
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    in_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
+    told = error_object(error) if in_messages else {"error": error.error}
+    answer = json_response(told, error.status)
     if error.retry_after_s is not None:
         answer.headers["retry-after"] = str(error.retry_after_s)
     return answer

@@ -37,16 +37,21 @@ def parse(kind: type[BodyT], data: bytes, limits: BodyLimits | None = None) -> B
         given = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as problem:
         raise ApiError(400, f"the body: Invalid JSON: {problem}") from None
+    body = validated(kind, given, limits)
+    body.check(limits)
+    return body
+
+
+def validated(kind: type[BodyT], given: Any, limits: BodyLimits | None) -> BodyT:
+    """The body of what JSON holds, not checked against the limits yet; ApiError 400."""
     try:
-        body = kind.model_validate(given)
+        return kind.model_validate(given)
     except pydantic.ValidationError as problem:
         problems = problem.errors(include_url=False)
         unknown = [one for one in problems if _is_unknown(one)]
         if limits is None or not limits.ignore_unknown or not unknown:
             raise _refusal(kind, problems) from None
-        body = _without(kind, given, unknown)
-    body.check(limits)
-    return body
+        return _without(kind, given, unknown)
 
 
 def _is_unknown(problem: ErrorDetails) -> bool:

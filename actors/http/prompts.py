@@ -64,6 +64,11 @@ class PromptEncoder:
 
         return await self._beside_the_loop([text], answer)
 
+    async def count_chat(self, body: ChatBody) -> int:
+        """How many tokens the conversation has, also if they do not fit."""
+        tokenizer, text = self._needed("messages"), await self._chat_text(body)
+        return await self._beside_the_loop([text], lambda: len(tokenizer.encode(text)))
+
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         return await asyncio.to_thread(_text, self._needed("tokens"), ids, special=True)

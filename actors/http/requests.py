@@ -1,6 +1,6 @@
 """One HTTP request while the driver works on it, and its answer as server-sent events.
 
-    Endpoints -> HttpRequest (one Handle for each choice) -> EventStream -> ASGI send
+    Answering -> HttpRequest (one Handle for each choice) -> EventStream -> ASGI send
 A request ends with its client: when the connection closes, its handles are aborted. The server can
 end it too (`cut`): then the client is told so. `open_requests` holds what is not answered yet.
 """

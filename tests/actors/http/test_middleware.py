@@ -135,7 +135,9 @@ def test_the_api_describes_itself_unless_there_are_keys() -> None:
         schemas = told["components"]["schemas"]
         for path, name in (
             ("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody"),
-            ("/tokenize", "TokenizeBody"), ("/detokenize", "DetokenizeBody"),
+            ("/v1/responses", "ResponsesBody"), ("/v1/messages", "MessagesBody"),
+            ("/v1/messages/count_tokens", "CountTokensBody"), ("/tokenize", "TokenizeBody"),
+            ("/detokenize", "DetokenizeBody"),
         ):  # fmt: skip
             content = told["paths"][path]["post"]["requestBody"]["content"]
             assert content["application/json"]["schema"]["$ref"].endswith("/" + name)

@@ -1,0 +1,221 @@
+"""How an answer is written to /v1/responses: one object of items, or the events that build it.
+
+    Chunk -> ReplyParser -> thought, content, calls -> items -> events      all items -> the object
+An item is a thought, a message or a call of a function; one is open at a time. A whole answer takes
+the same way as a stream, and its events are dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from outrider.actors.driver.messages import Chunk, Completion
+from outrider.actors.http import reply
+from outrider.actors.http.bodies import ApiError
+from outrider.actors.http.calls import ArgumentsPiece, CallBegins, CallEnds
+from outrider.actors.http.dialects.responses_body import ResponsesBody
+from outrider.actors.http.reply import Content, Reasoning, ReplyParser
+from outrider.actors.http.writing import Event
+
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+"""By type of item, its one part while it is empty."""
+
+
+class ResponsesWriter:
+    """Writes the answer of one request."""
+
+    stream_end = b""
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        model: str,
+        parser: ReplyParser,
+        defaults: Mapping[str, float],
+    ) -> None:
+        """defaults: what the request gets for the fields that it leaves open."""
+        self._body, self._model, self._parser, self._defaults = body, model, parser, defaults
+        self._id, self._created_s = _new_id("resp"), int(time.time())
+        self._status = "in_progress"
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False
+        """Whether the last item goes on."""
+        self._pieces: list[str] = []
+        """Text of the open item."""
+        self._events: list[Event] = []
+        self._num_events = 0
+
+    def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> bytes:
+        (answer,) = answers
+        self._read(answer.text, answer.finish_reason)
+        return msgspec.json.encode(self._response(usage))
+
+    def events(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[Event]:
+        self._begin()
+        self._read(chunk.text, chunk.finish_reason)
+        return self._taken()
+
+    def last_events(self, usage: dict[str, Any]) -> list[Event]:
+        self._tell(self._status, response=self._response(usage))
+        return self._taken()
+
+    def error_events(self, error: ApiError) -> list[Event]:
+        self._begin()
+        told = {"code": error.error["code"] or error.error["type"], "message": str(error)}
+        self._status = "failed"
+        failed = self._response(None) | {"error": {**told, "code": "server_error"}}
+        self._events.append(
+            {"type": "error", "sequence_number": self._num_events, "param": None} | told
+        )
+        self._num_events += 1
+        self._tell("failed", response=failed)
+        return self._taken()
+
+    def _begin(self) -> None:
+        if not self._num_events:
+            for kind in ("created", "in_progress"):
+                self._tell(kind, response=self._response(None))
+
+    def _read(self, text: str, finish: str | None) -> None:
+        """More of the answer."""
+        for event in self._parser.push(text):
+            self._say(event)
+        if finish is None:
+            return
+        was_cut = finish == "length"
+        for event in self._parser.finish(was_cut=was_cut):
+            self._say(event)
+        if not self._items:
+            self._open("message", role="assistant", content=[])
+        self._status = "incomplete" if was_cut else "completed"
+        self._close(self._status)
+
+    def _say(self, event: reply.Event) -> None:
+        match event:
+            case Reasoning(text):
+                self._text("reasoning", text, summary=[], content=[])
+            case Content(text):
+                self._text("message", text, role="assistant", content=[])
+            case CallBegins(name):
+                self._close("completed")
+                self._open("function_call", call_id=_new_id("call"), name=name, arguments="")
+            case ArgumentsPiece(text):
+                self._pieces.append(text)
+                self._tell_of_item("function_call_arguments.delta", delta=text)
+            case CallEnds():
+                self._close("completed")
+
+    def _text(self, kind: str, text: str, **fields: Any) -> None:
+        """More text of an item of this kind, which begins with `fields` if it is a new one."""
+        if not self._is_open or self._items[-1]["type"] != kind:
+            self._close("completed")
+            self._open(kind, **fields)
+        self._pieces.append(text)
+        extra = {"logprobs": []} if kind == "message" else {}
+        name = "output_text" if kind == "message" else "reasoning_text"
+        self._tell_of_item(f"{name}.delta", content_index=0, delta=text, **extra)
+
+    def _open(self, kind: str, **fields: Any) -> None:
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        item = {"id": _new_id(prefix), "type": kind, "status": "in_progress", **fields}
+        self._items.append(item)
+        self._is_open, self._pieces = True, []
+        self._tell("output_item.added", output_index=len(self._items) - 1, item=dict(item))
+        if kind in PARTS:
+            self._tell_of_item("content_part.added", content_index=0, part=PARTS[kind])
+
+    def _close(self, status: str) -> None:
+        """The open item, if there is one, is complete, or cut off."""
+        if not self._is_open:
+            return
+        item, text = self._items[-1], "".join(self._pieces)
+        kind = item["type"]
+        if kind == "function_call":
+            item["arguments"] = text
+            self._tell_of_item("function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            part = {**PARTS[kind], "text": text}
+            item["content"] = [part]
+            extra = {"logprobs": []} if kind == "message" else {}
+            self._tell_of_item(f"{part['type']}.done", content_index=0, text=text, **extra)
+            self._tell_of_item("content_part.done", content_index=0, part=part)
+        item["status"] = status
+        self._is_open = False
+        self._tell("output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _tell_of_item(self, kind: str, **fields: Any) -> None:
+        index = len(self._items) - 1
+        self._tell(kind, item_id=self._items[-1]["id"], output_index=index, **fields)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        number = self._num_events
+        self._events.append({"type": f"response.{kind}", "sequence_number": number, **fields})
+        self._num_events += 1
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _response(self, usage: dict[str, Any] | None) -> dict[str, Any]:
+        """The object as it is now; usage: None while it is not known."""
+        body = self._body
+        is_cut = self._status == "incomplete"
+        picked = {
+            name: self._defaults[name] if asked is None else asked
+            for name, asked in (("temperature", body.temperature), ("top_p", body.top_p))
+        }
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_s,
+            "status": self._status,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata,
+            "model": self._model,
+            "output": list(self._items),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            **picked,
+            "text": {"format": body.text.format},
+            "tool_choice": body.tool_choice,
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+            "user": body.user,
+        }
+
+
+def _usage(told: dict[str, Any]) -> dict[str, Any]:
+    """`usage` in the words of this API. told: as responses.usage_of."""
+    cached = told.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    thought = told["completion_tokens_details"].get("reasoning_tokens", 0)
+    return {
+        "input_tokens": told["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": told["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": told["total_tokens"],
+        "speculation": told["speculation"],
+    }
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
