@@ -103,6 +103,34 @@ def test_a_chat_is_the_template_and_the_offline_answer(served: Served) -> None:
     assert told == len(right.token_ids)
 
 
+def test_other_dialects_give_the_offline_answer(served: Served) -> None:
+    """With drafts, by the clients that speak them, whole and streamed."""
+    said = "What is a view?"
+    ids = Tokenizer(TINY).apply_chat_template([{"role": "user", "content": said}])
+    right = served.right(ids, max_tokens=30, temperature=0.7, seed=3)
+    how: dict[str, Any] = {"model": "tiny", "extra_body": {"temperature": 0.7, "seed": 3}}
+    whole = served.client.responses.create(input=said, max_output_tokens=30, **how)
+    assert whole.output_text == right.text
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == len(right.token_ids)
+    assert whole.usage.model_dump()["speculation"]["accepted_tokens"] > 0
+    with served.client.responses.stream(input=said, max_output_tokens=30, **how) as stream:
+        deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == right.text
+    assert len(deltas) > 5
+    anthropic: Any = pytest.importorskip("anthropic")
+    with anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0) as client:
+        how |= {"max_tokens": 30, "messages": [{"role": "user", "content": said}]}
+        message = client.messages.create(**how)
+        assert message.content[0].text == right.text
+        assert message.usage.input_tokens == len(ids)
+        with client.messages.stream(**how) as stream:
+            assert "".join(stream.text_stream) == right.text
+        with pytest.raises(anthropic.NotFoundError, match="not served here"):
+            client.messages.create(**{**how, "model": "gpt"})
+    served.settle()
+
+
 def test_every_parameter_gives_the_offline_answer(served: Served) -> None:
     plain = served.right(PROMPTS[1], max_tokens=MAX_TOKENS)
     eos = load_config(TINY).eos_ids[0]

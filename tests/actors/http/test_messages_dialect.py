@@ -86,6 +86,37 @@ def test_the_answer_is_that_of_a_chat_whole_and_streamed() -> None:
     run(work)
 
 
+def test_the_client_of_anthropic_gets_the_answer() -> None:
+    anthropic: Any = pytest.importorskip("anthropic")
+
+    async def work() -> None:
+        async with serving(keys=("sk-1",), **ROOM) as (client, _, _):
+            own = anthropic.AsyncAnthropic(
+                base_url=str(client.base_url), api_key="sk-1", max_retries=0
+            )
+            how = SHORT | {"extra_body": {"temperature": 0.5, "seed": 3}}
+            whole = await own.messages.create(**how)
+            assert len(set(whole.content[0].text)) > 20
+            async with own.messages.stream(**how) as stream:
+                text = "".join([piece async for piece in stream.text_stream])
+                last = await stream.get_final_message()
+            assert text == whole.content[0].text
+            for message in (whole, last):
+                assert [block.type for block in message.content] == ["text"]
+                assert message.stop_reason == "max_tokens"
+                assert message.usage.output_tokens == 30
+            count = await own.messages.count_tokens(model="tiny", messages=[USER])
+            assert count.input_tokens == whole.usage.input_tokens
+            with pytest.raises(anthropic.BadRequestError, match="stop_sequences: a text of 0"):
+                await own.messages.create(**how, stop_sequences=[""])
+            wrong = own.with_options(api_key="sk-2")
+            with pytest.raises(anthropic.AuthenticationError):
+                await wrong.messages.create(**how)
+            await own.close()
+
+    run(work)
+
+
 def test_the_reason_of_an_end_is_told() -> None:
     async def work() -> None:
         async with serving(**ROOM) as (client, _, _):
