@@ -17,7 +17,7 @@ from outrider.model.step import Grammar
 MAX_TOKENS = 16
 NOT_OF_THE_ANSWER = {
     "model", "prompt", "messages", "chat_template_kwargs", "user", "stream", "stream_options",
-    "return_token_ids", "speculation", "n", "echo", "logprobs", "top_logprobs",
+    "return_token_ids", "return_draft_info", "speculation", "n", "echo", "logprobs", "top_logprobs",
     "prompt_logprobs",
     "max_completion_tokens", "best_of", "bad_words", "priority", "truncate_prompt_tokens",
     "include_stop_str_in_output", "skip_special_tokens", "return_tokens_as_token_ids",
