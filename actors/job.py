@@ -29,16 +29,19 @@ import typer
 from outrider.actors import console
 from outrider.actors.cluster.reader import load_spec
 from outrider.actors.driver.assembly import limits_of, load_text
+from outrider.actors.driver.messages import Completion
 from outrider.actors.driver.scheduler import Limits
 from outrider.actors.engine import Engine
 from outrider.actors.errors import RequestError
 from outrider.actors.http.bodies import ApiError, CompletionBody, Settings
+from outrider.actors.http.chat_reply import ChatReply
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
-from outrider.actors.http.prompts import banned_ids, chat_text
-from outrider.actors.http.responses import usage_of
+from outrider.actors.http.prompts import ReadPrompt, banned_ids, chat_text, reply_of
+from outrider.actors.http.responses import usage_of, with_reasoning
 from outrider.actors.options import EXIT_CODES, Config, Model, Sets, config_file, overrides
 from outrider.model.config import ConfigError
+from outrider.model.reply_form import PLAIN
 from outrider.model.text import Tokenizer
 
 SOME_REFUSED = 3
@@ -80,11 +83,14 @@ class JobRunner:
         """The record of the output; what this one line got wrong is its `error`."""
         try:
             body, prompt = self._read(line)
-            room = self._limits.room_for(len(prompt))
+            grammar = prompt.grammar
+            room = self._limits.room_for(len(prompt.ids))
             banned = self._banned_ids(body)
-            (sampling,) = body.samplings(room, self._limits.sampling_defaults, banned)
+            (sampling,) = body.samplings(
+                room, self._limits.sampling_defaults, banned, grammar=grammar
+            )
             (done,) = self._engine.generate(
-                prompt,
+                prompt.ids,
                 sampling,
                 stop=body.stops,
                 include_stop=body.include_stop_str_in_output,
@@ -99,14 +105,27 @@ class JobRunner:
             "seed": done.seed,
             "usage": usage_of(len(done.prompt_ids), len(done.token_ids), [done.stats]),
         }
+        if isinstance(body, ChatBody):
+            record |= self._chat_record(body, prompt, done, record["usage"])
         if body.return_token_ids:
             record |= {"prompt_token_ids": done.prompt_ids, "token_ids": done.token_ids}
         if body.prompt_logprobs is not None:
             record["prompt_logprobs"] = done.prompt_logprobs
         return record | ({"logprobs": done.logprobs} if body.num_logprobs is not None else {})
 
-    def _read(self, line: InputLine) -> tuple[Settings, list[int]]:
-        """The line's settings and the token ids of its prompt."""
+    def _chat_record(
+        self, body: ChatBody, prompt: ReadPrompt, done: Completion, usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the record of a chat says otherwise: `text` is the content of its message."""
+        reply = ChatReply(body, prompt.form)
+        message = reply.message(done.text, done.token_ids, done.finish_reason)
+        text = message.pop("content") or ""
+        finish = reply.finish_reason(done.finish_reason)
+        usage = with_reasoning(usage, reply.num_reasoning_tokens(self._tokenizer))
+        return {"text": text, **message, "finish_reason": finish, "usage": usage}
+
+    def _read(self, line: InputLine) -> tuple[Settings, ReadPrompt]:
+        """The line's settings and its prompt."""
         for name, neutral in SERVER_ONLY.items():
             if line.fields.get(name) not in (None, neutral):
                 raise ApiError(400, f"{name}: not for a line of a file")
@@ -115,16 +134,19 @@ class JobRunner:
             chat = parse(ChatBody, data)
             if self._tokenizer is None:
                 raise ApiError(400, "messages: this checkpoint has no tokenizer")
-            return chat, self._cut(chat, self._tokenizer.encode(chat_text(self._tokenizer, chat)))
+            text = chat_text(self._tokenizer, chat)
+            form, grammar = reply_of(self._tokenizer, chat, text)
+            return chat, ReadPrompt(self._cut(chat, self._tokenizer.encode(text)), form, grammar)
         body = parse(CompletionBody, data)
         prompts = body.prompt
         if len(prompts) != 1:
             raise ApiError(400, f"prompt: {len(prompts)} prompts; a line has one")
         if isinstance(prompts[0], list):
-            return body, self._cut(body, prompts[0])
+            return body, ReadPrompt(self._cut(body, prompts[0]), PLAIN, body.grammar)
         if self._tokenizer is None:
             raise ApiError(400, "prompt: this checkpoint has no tokenizer: give token ids")
-        return body, self._cut(body, self._tokenizer.encode(prompts[0]))
+        ids = self._cut(body, self._tokenizer.encode(prompts[0]))
+        return body, ReadPrompt(ids, PLAIN, body.grammar)
 
     def _cut(self, body: Settings, prompt: list[int]) -> list[int]:
         """What truncate_prompt_tokens leaves of a prompt."""

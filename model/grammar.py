@@ -24,7 +24,7 @@ import llguidance
 import msgspec
 import numpy as np
 
-from outrider.model.step import Grammar
+from outrider.model.step import JSON_WHITESPACE, Grammar
 from outrider.model.text import Tokenizer
 
 LIMITS = llguidance.LLParserLimits(
@@ -35,9 +35,13 @@ LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 """What a grammar may take to compile, and a mask to compute, in llguidance's units of work."""
-WHITESPACE = r"( |\n {0,40})?"
-"""Between the parts of a JSON text: none, one space, or a new line and its indentation. Without an
-upper bound a model might answer with nothing but spaces."""
+THOUGHT_TEXT = r'thought[suffix="</think>"]: /(?s:.*)/'
+THOUGHT_RULES = {
+    "none": "",
+    "begun": r"thought /\n{0,2}/",
+    "possible": r'("<think>" thought /\n{0,2}/)?',
+}
+"""What stands before the text, by Grammar.thought."""
 MAX_CHECK_BYTES = 2 << 30
 """Memory of the process that tries grammars. One that needs more is refused."""
 TRIED_TOKENS = 20
@@ -50,10 +54,31 @@ class GrammarError(ValueError):
 
 def source_of(grammar: Grammar) -> str:
     """The grammar in llguidance's own form. ValueError for a text that is none of its kind."""
+    source = _text_source(grammar)
+    if grammar.thought == "none" and not grammar.calls:
+        return source
+    parts = [("text", source), *([("calls", grammar.calls)] if grammar.calls else [])]
+    start = (
+        f"start: {THOUGHT_RULES[grammar.thought]} ({' | '.join(f'@{name}' for name, _ in parts)})"
+    )
+    whole = {"lark_grammar": f"{start}\n{THOUGHT_TEXT}"}
+    return json.dumps({"grammars": [whole, *(_part(name, text) for name, text in parts)]})
+
+
+def _part(name: str, source: str) -> dict[str, object]:
+    """A grammar that another one refers to as @name."""
+    if not source.startswith("{"):  # Lark's form; llguidance writes others as JSON
+        return {"name": name, "lark_grammar": source}
+    (part,) = json.loads(source)["grammars"]
+    return part | {"name": name}
+
+
+def _text_source(grammar: Grammar) -> str:
+    """The grammar of the text that follows a thought."""
     match grammar.kind:
         case "json_schema":
             return llguidance.LLMatcher.grammar_from_json_schema(
-                grammar.text, overrides={"whitespace_pattern": WHITESPACE}
+                grammar.text, overrides={"whitespace_pattern": JSON_WHITESPACE}
             )
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)

@@ -30,6 +30,10 @@ class ReplyForm:
     """None: the chat template has no words for tools."""
 
 
+PLAIN = ReplyForm()
+"""Of a reply that is nothing but its text."""
+
+
 def form_of(source: str, prompt: str, continued: str | None = None) -> ReplyForm:
     """The form of the reply to a prompt.
 

@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from outrider.model.reply_form import Thought
+
 MAX_DRAFT_TOKENS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -22,20 +24,29 @@ MAX_STOP_IDS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_ALLOWED_IDS = MAX_BANNED_IDS = 1024
 SMALLEST_TOP_P = 1e-6
+JSON_WHITESPACE = r"( |\n {0,40})?"
+"""Between the parts of a JSON text that a grammar allows: none, one space, or a new line and its
+indentation. Without an upper bound a model might answer with nothing but spaces."""
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the text of an answer must match from its first token to its end."""
+    """What the text of an answer must match from its first token, or the end of its thought, to its
+    end."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     text: str
     """A JSON schema as JSON; a regular expression (of Rust's crate regex, which has no look-around
     and no back-references); a JSON list of texts; or a grammar in Lark's form or in GBNF."""
+    thought: Thought = "none"
+    """Of a chat. begun: any text may come first, up to </think>. possible: so it may behind a
+    <think>."""
+    calls: str = ""
+    """A grammar in Lark's form: what may stand in the place of a text that matches."""
 
     def __post_init__(self) -> None:
-        if len(self.text) > MAX_GRAMMAR_CHARS:
+        if (count := len(self.text) + len(self.calls)) > MAX_GRAMMAR_CHARS:
             rule = f"at most {MAX_GRAMMAR_CHARS} are allowed"
-            raise ValueError(f"sampling.grammar: a text of {len(self.text)} characters: {rule}")
+            raise ValueError(f"sampling.grammar: a text of {count} characters: {rule}")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

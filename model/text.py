@@ -215,6 +215,12 @@ class Tokenizer:
         text_of, hidden = self._tokens.id_to_token, () if special else self._special_ids
         return [id for id in ids if id not in hidden and text_of(id) is not None]
 
+    def num_characters(self, token: int, *, special: bool = False) -> int:
+        """Characters of a text that begin in this token. special: special tokens have text."""
+        if not self.shown([token], special=special):
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token))
+
     def token_bytes(self, token: int) -> bytes:
         """Bytes that a token stands for, special tokens included; b"" for an unknown id.
 

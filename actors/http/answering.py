@@ -34,6 +34,7 @@ from outrider.actors.http.metrics import Metrics
 from outrider.actors.http.prompts import PromptEncoder
 from outrider.actors.http.requests import EventStream, HttpRequest, best_answers
 from outrider.actors.http.writing import AnswerWriter, encoded
+from outrider.model.step import Grammar
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,13 @@ class Answering:
         writer: AnswerWriter,
         prompts: Sequence[list[int]],
         param: str,
+        *,
+        grammar: Grammar | None,
     ) -> Response:
-        """Queue, wait for a slot; then the answer, whole or as a stream. param: of the prompts."""
+        """Queue, wait for a slot; then the answer, whole or as a stream. param: of the prompts.
+        grammar: of the answers."""
         self.check_draining()
-        handles = await self._submit(body, prompts, param)
+        handles = await self._submit(body, prompts, param, grammar)
         http_request = HttpRequest(self._driver, handles, prompts, body, self._open)
         try:
             await http_request.watching(request, self._wait_for_slot(http_request))
@@ -95,12 +99,12 @@ class Answering:
         return Response(content, media_type="application/json")
 
     async def _submit(
-        self, body: Settings, prompts: Sequence[list[int]], param: str
+        self, body: Settings, prompts: Sequence[list[int]], param: str, grammar: Grammar | None
     ) -> list[Handle]:
         """All choices of all prompts, or none."""
         changed, handles, limits = asyncio.Event(), [], self._driver.limits
         try:
-            await self._driver.check_grammar(body.grammar)
+            await self._driver.check_grammar(grammar)
         except RequestError as error:
             (name,) = body.grammar_fields
             why = str(error).replace("sampling.grammar", name, 1)
@@ -110,7 +114,8 @@ class Answering:
             self._driver.check_queue(len(prompts) * body.num_answers)
             for prompt in prompts:
                 room = limits.room_for(len(prompt))
-                for sampling in body.samplings(room, limits.sampling_defaults, banned):
+                defaults = limits.sampling_defaults
+                for sampling in body.samplings(room, defaults, banned, grammar=grammar):
                     one = GenerationRequest(
                         prompt=prompt, sampling=sampling, stop=body.stops, priority=body.priority,
                         include_stop=body.include_stop_str_in_output,

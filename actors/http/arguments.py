@@ -62,7 +62,7 @@ def _types_of(schema: object, root: Schema, seen: set[str]) -> Types:
             return frozenset({_type_of(value)})
         case {"$ref": str(reference)} if reference not in seen:
             seen.add(reference)
-            return _types_of(_referred(reference, root), root, seen)
+            return _types_of(referred(reference, root), root, seen)
         case {"anyOf": [*options]} | {"oneOf": [*options]}:
             each = [_types_of(one, root, seen) for one in options]
             return frozenset().union(*each)
@@ -118,7 +118,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _referred(reference: str, root: Schema) -> object:
+def referred(reference: str, root: Schema) -> object:
     """What `#/a/b` means in the root; None where there is nothing, and for other references."""
     start, *steps = reference.split("/")
     found: object = root if start == "#" else None

@@ -23,6 +23,7 @@ from outrider.model.step import (
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    Grammar,
     Sampling,
 )
 
@@ -303,11 +304,13 @@ class Settings(Structured, CommonFields):
         context_left: int,
         defaults: Mapping[str, float],
         banned_ids: tuple[int, ...] = (),
+        *,
+        grammar: Grammar | None,
     ) -> list[Sampling]:
         """One for each answer of a prompt that leaves `context_left` tokens.
 
         defaults: the model's, which win over those of the API (Limits.sampling_defaults).
-        banned_ids: the tokens of bad_words.
+        banned_ids: the tokens of bad_words. grammar: of the answer, which may depend on the prompt.
         """
         asked = self.max_answer_tokens
         max_tokens = max(1, context_left if asked is None else min(asked, context_left))
@@ -322,7 +325,7 @@ class Settings(Structured, CommonFields):
             "prompt_logprobs": self.num_prompt_logprobs,
             "stop_ids": tuple(self.stop_token_ids or ()),
             "draft_tokens": self.speculation.draft_tokens,
-            "grammar": self.grammar,
+            "grammar": grammar,
         }
         first = self.seed
         seeds = (None if first is None else (first + i) & MAX_SEED for i in range(self.num_answers))

@@ -7,7 +7,9 @@ common with completions stands in bodies.py.
 
 from __future__ import annotations
 
+import json
 import reprlib
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -15,10 +17,15 @@ from pydantic import BeforeValidator, Field
 
 from outrider.actors.http.bodies import ApiError, Body, BodyLimits, Settings, Whole
 from outrider.actors.http.rules import rule, unsupported
-from outrider.model.step import MAX_LOGPROBS
+from outrider.actors.http.tools import ChatTool, ChoiceField, ToolChoice, ToolUse, no_calls
+from outrider.model.reply_form import ReplyForm
+from outrider.model.step import MAX_LOGPROBS, Grammar
 
 MAX_TEMPLATE_CHARS = 1 << 16
-SET_BY_SERVER = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
+SET_BY_SERVER = {
+    *("messages", "add_generation_prompt", "continue_final_message", "chat_template"),
+    *("tools", "documents"),
+}
 """What chat_template_kwargs may not hold."""
 INSTRUCTING = ("system", "developer")
 """Roles of messages that are no turn of the conversation."""
@@ -74,6 +81,30 @@ class Part(Body):
         return given
 
 
+def _arguments(value: Any) -> Any:
+    """The arguments of a call as an object, which is what chat templates write."""
+    try:
+        value = json.loads(value or "{}") if isinstance(value, str) else value
+    except ValueError as problem:
+        raise rule(f"must be an object, in JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise rule("must be an object, in JSON")
+    return value
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+
+
+class ToolCall(Body):
+    """A call of a tool in an answer that is sent again."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     """One turn of a conversation. It may be an answer of ours or of another server, sent again."""
 
@@ -86,6 +117,7 @@ class Message(Body):
     """Another name of reasoning_content."""
     refusal: str | None = None
     """What an answer says instead of its content."""
+    tool_calls: list[ToolCall] | None = None
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -97,12 +129,13 @@ class Message(Body):
     def text(self) -> str:
         return "".join(part.text for part in self.content)
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """What a chat template gets of this message."""
         told = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": [call.model_dump() for call in self.tool_calls or ()] or None,
         }
         given = {name: value for name, value in told.items() if value is not None}
         return {"role": self.role, "content": self.text, **given}
@@ -121,12 +154,16 @@ class ChatBody(Settings):
     chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    include_reasoning: bool = True
+    tools: list[ChatTool] = []
+    tool_choice: ChoiceField = None
+    parallel_tool_calls: bool = True
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """What the chat template gets. `developer` is another name of `system`.
 
         All system messages become one at the beginning: templates refuse any other.
@@ -164,10 +201,32 @@ class ChatBody(Settings):
         for one in (self.thinking, self.enable_thinking):
             if one is not None:
                 values["enable_thinking"] = one
-        return values | (self.chat_template_kwargs or {})
+        values |= self.chat_template_kwargs or {}
+        tools = self.tool_use.template_tools
+        return values | ({"tools": tools} if tools else {})
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        functions = [tool.function.told() for tool in self.tools]
+        return ToolUse(functions, self.tool_choice or ToolChoice(), self.parallel_tool_calls)
+
+    @property
+    def grammar_fields(self) -> list[str]:
+        """A call that must be made leaves nothing of what response_format says of an answer."""
+        fields = super().grammar_fields
+        if not self.tool_use.is_forced:
+            return fields
+        return [*(name for name in fields if name != "response_format"), "tool_choice"]
+
+    def grammar_of(self, form: ReplyForm) -> Grammar | None:
+        """What holds the reply. ApiError for what the template or a grammar cannot say."""
+        if form.calls is None and any(message.tool_calls for message in self.messages):
+            raise no_calls("messages")
+        return self.tool_use.grammar(self.grammar, form)
 
     def check(self, limits: BodyLimits | None) -> None:
         super().check(limits)
+        self.tool_use.check()
         if self.continue_final_message and self.starts_reply:
             why = "continue_final_message: not with add_generation_prompt, which begins a new one"
             raise ApiError(400, why, param="continue_final_message")

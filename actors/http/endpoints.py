@@ -29,6 +29,7 @@ from outrider.actors.http.bodies import (
     BodyLimits,
     CompletionBody,
 )
+from outrider.actors.http.chat_reply import reply_parser
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.dialects.body import DialectT
 from outrider.actors.http.dialects.messages_body import CountTokensBody, MessagesBody
@@ -48,7 +49,6 @@ from outrider.actors.http.reply import ReplyParser
 from outrider.actors.http.responses import ResponseWriter
 from outrider.actors.http.tokens import DetokenizeBody, TokenizeBody
 from outrider.actors.http.writing import AnswerWriter
-from outrider.model.reply_form import ReplyForm
 from outrider.model.text import Tokenizer
 
 
@@ -195,7 +195,9 @@ class Endpoints:
         writer = ResponseWriter(
             body=body, model=self._model, tokenizer=self._tokenizer, echoes=echoes
         )
-        return await self._answers.answer(request, body, writer, prompts, "prompt")
+        return await self._answers.answer(
+            request, body, writer, prompts, "prompt", grammar=body.grammar
+        )
 
     async def _chat(self, request: Request) -> Response:
         self._answers.check_draining()
@@ -203,9 +205,12 @@ class Endpoints:
         self._check_model(body.model)
         prompt = await self._prompts.encode_chat(body)
         writer = ResponseWriter(
-            body=body, model=self._model, tokenizer=self._tokenizer, echoes=[body.echoed] * body.n
+            body=body, model=self._model, tokenizer=self._tokenizer, echoes=[body.echoed] * body.n,
+            form=prompt.form,
+        )  # fmt: skip
+        return await self._answers.answer(
+            request, body, writer, [prompt.ids], "messages", grammar=prompt.grammar
         )
-        return await self._answers.answer(request, body, writer, [prompt], "messages")
 
     async def _responses(self, request: Request) -> Response:
         defaults = {**DEFAULTS, **self._driver.limits.sampling_defaults}
@@ -233,8 +238,10 @@ class Endpoints:
         self._check_model(body.model)
         try:
             prompt = await self._prompts.encode_chat(body.chat)
-            answer = writer(body, ReplyParser(ReplyForm()))
-            return await self._answers.answer(request, body.chat, answer, [prompt], "messages")
+            answer = writer(body, reply_parser(body.chat, prompt.form))
+            return await self._answers.answer(
+                request, body.chat, answer, [prompt.ids], "messages", grammar=prompt.grammar
+            )
         except ApiError as error:
             raise error.renamed(kind.names) from None
 

@@ -43,6 +43,9 @@ UNUSED: Mapping[str, frozenset[str]] = {
     "StreamOptions": frozenset({"include_obfuscation"}),
     "Message": frozenset({"annotations", "cache_control", "id", "provider_specific_fields"}),
     "Part": frozenset({"annotations", "cache_control", "id"}),
+    "ChatTool": frozenset({"cache_control"}),
+    "ToolFunction": frozenset({"strict"}),
+    "ToolCall": frozenset({"index", "provider_specific_fields"}),
 }  # fmt: skip
 """By class of a body, or of a part of one: fields that name, sort or store a request, or change
 nothing but its speed."""
@@ -72,7 +75,7 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
     },
     "Thinking": {"display": ("summarized",)},
-    "Message": {"thinking_blocks": ([],), "tool_calls": ([],)},
+    "Message": {"thinking_blocks": ([],)},
 }
 """By class and field: the values that ask for nothing."""
 

@@ -11,18 +11,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.actors.http.bodies import ApiError, BodyLimits, CompletionBody
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.tokens import TokenizeBody, tokenized
 from outrider.model.config import ConfigError
+from outrider.model.reply_form import ReplyForm
+from outrider.model.step import Grammar
 from outrider.model.text import Tokenizer, TooManyTokensError
 
 T = TypeVar("T")
 LONG_TEXT_CHARS = 100_000
 ECHO_TOKENS = 4096
 """Ids that are decoded in one call, which holds the interpreter lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """The token ids of a prompt, and what is known of the reply to it."""
+
+    ids: list[int]
+    form: ReplyForm
+    grammar: Grammar | None
 
 
 class PromptEncoder:
@@ -44,12 +56,13 @@ class PromptEncoder:
             self._limits.check_prompt(len(prompt))
         return prompts
 
-    async def encode_chat(self, body: ChatBody) -> list[int]:
-        """Ids of the conversation, as the checkpoint's chat template writes it."""
+    async def encode_chat(self, body: ChatBody) -> ReadPrompt:
+        """The conversation, as the checkpoint's chat template writes it."""
         text = await self._chat_text(body)
+        form, grammar = await asyncio.to_thread(reply_of, self._needed("messages"), body, text)
         kept = body.kept_prompt_tokens(self._max_model_len)
         (ids,) = await self._encode([text], "messages", kept)
-        return ids
+        return ReadPrompt(ids, form, grammar)
 
     async def tokenize(self, body: TokenizeBody) -> bytes:
         """The answer of /tokenize. The text may have more tokens than fit."""
@@ -133,6 +146,14 @@ def chat_text(tokenizer: Tokenizer, body: ChatBody) -> str:
         continue_final_message=body.continue_final_message,
         **body.template_values(),
     )
+
+
+def reply_of(tokenizer: Tokenizer, body: ChatBody, text: str) -> tuple[ReplyForm, Grammar | None]:
+    """The form of the reply to a prompt of chat_text, and what holds it. ApiError for tools that
+    the chat template has no words for."""
+    continued = body.messages[-1].text if body.continue_final_message else None
+    form = tokenizer.reply_form(text, continued=continued, chat_template=body.chat_template)
+    return form, body.grammar_of(form)
 
 
 def banned_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[int, ...]:

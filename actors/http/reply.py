@@ -11,7 +11,8 @@ nothing of a reply is lost but its tags and the white space next to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from outrider.actors.http.calls import (
@@ -70,11 +71,18 @@ class ReplyParser:
     text may be held back, because it may begin a tag."""
 
     def __init__(
-        self, form: ReplyForm, tools: Tools | None = None, *, max_calls: int | None = None
+        self,
+        form: ReplyForm,
+        tools: Tools | None = None,
+        *,
+        max_calls: int | None = None,
+        calls_in_thought: bool = True,
     ) -> None:
         """tools: JSON schemas of the parameters by name of the tool; calls of others are text.
-        Without tools there are no calls. max_calls: those behind it are dropped."""
+        Without tools there are no calls. max_calls: those behind it are dropped. calls_in_thought:
+        a call ends the thought, as some models do it; otherwise nothing but </think> does."""
         self._form, self._tools, self._max_calls = form, tools or {}, max_calls
+        self._calls_in_thought = calls_in_thought
         self._reader = READERS[form.calls] if form.calls and self._tools else None
         self._source = Source()
         self._num_calls = 0
@@ -100,7 +108,7 @@ class ReplyParser:
     def _go_on(self) -> list[Event]:
         next(self._steps, None)
         events, self._source.events = self._source.events, []
-        return events
+        return list(_joined(events))
 
     def _read(self) -> Reading[None]:
         in_thought = yield from self._begin()
@@ -126,7 +134,8 @@ class ReplyParser:
         Returns whether the thought goes on.
         """
         source = self._source
-        tags = (*((END_THINK,) if in_thought else ()), *((TOOL_CALL,) if self._reader else ()))
+        may_call = self._reader is not None and (self._calls_in_thought or not in_thought)
+        tags = (*((END_THINK,) if in_thought else ()), *((TOOL_CALL,) if may_call else ()))
         places = {place: tag for tag in tags if (place := source.find(tag)) >= 0}
         if not places:
             self._say_most(tags, in_thought)
@@ -191,6 +200,14 @@ class ReplyParser:
             self._source.read(closing[1] if closing else 0)
         self._source.is_muted = False
         return is_call
+
+
+def _joined(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, with texts of one kind that follow each other as one."""
+    for kind, group in itertools.groupby(events, type):
+        same = list(group)
+        texts = [one.text for one in same if isinstance(one, Reasoning | Content | ArgumentsPiece)]
+        yield from [kind("".join(texts))] if texts else same
 
 
 def assemble(events: Iterable[Event]) -> Reply:

@@ -16,8 +16,10 @@ import msgspec
 
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
 from outrider.actors.http.bodies import ApiError, CompletionBody, Settings
+from outrider.actors.http.chat_reply import ChatReply
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.writing import Event
+from outrider.model.reply_form import PLAIN, ReplyForm
 from outrider.model.text import Tokenizer
 
 
@@ -32,11 +34,15 @@ class ResponseWriter:
     tokenizer: Tokenizer | None
     echoes: Sequence[str] = ()
     """By choice: text that comes before the answer's own."""
+    form: ReplyForm = PLAIN
+    """Of the reply to a chat."""
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: dict[int, int] = field(default_factory=dict)
     """By choice: characters of its answer so far, for text_offset; set by its first event."""
     _num_tokens: dict[int, int] = field(default_factory=dict)
     """By choice: tokens of its answer so far."""
+    _replies: dict[int, ChatReply] = field(default_factory=dict)
+    """By choice of a chat."""
 
     def __post_init__(self) -> None:
         self.chat = isinstance(self.body, ChatBody)
@@ -56,7 +62,7 @@ class ResponseWriter:
             msgspec.Raw(msgspec.json.encode(self._choice(index, answer)))
             for index, answer in enumerate(answers)
         ]
-        told = self._object("chat.completion", choices) | {"usage": usage}
+        told = self._object("chat.completion", choices) | {"usage": self._usage(usage)}
         if self.chat and self.body.prompt_logprobs is not None:
             told["prompt_logprobs"] = self._prompt_logprobs(answers[0])
         return msgspec.json.encode(told)
@@ -65,27 +71,34 @@ class ResponseWriter:
         """The events of a stream for one chunk of a choice; none while there is nothing to say."""
         is_first = index not in self._offsets
         logprobs = self._logprobs(index, chunk, prompt_ids)
-        text = (self._echo(index) if is_first else "") + chunk.text
+        echo = self._echo(index) if is_first else ""
         ids: dict[str, Any] = {"token_ids": chunk.token_ids} if self.body.return_token_ids else {}
         prompt = {"prompt_token_ids": prompt_ids} if self.body.return_token_ids and is_first else {}
         if chunk.draft_info is not None and chunk.token_ids:
             ids["draft_info"] = chunk.draft_info
-        has_news = bool(text or logprobs or (chunk.token_ids and ids))
+        has_news = bool(echo or chunk.text or logprobs or (chunk.token_ids and ids))
         finish = chunk.finish_reason
         choices: list[dict[str, Any]] = []
         if not self.chat:
             if has_news or finish:
-                told = {"text": text, "logprobs": logprobs, "finish_reason": finish}
+                told = {"text": echo + chunk.text, "logprobs": logprobs, "finish_reason": finish}
                 choices.append(told | ids | prompt)
         else:
             silent = {"logprobs": None, "finish_reason": None}
             if is_first:
                 choices.append({"delta": {"role": self.role, "content": ""}} | silent | prompt)
-            if has_news:
-                told = {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
-                choices.append(told | ids)
+            reply = self._reply(index)
+            deltas = reply.deltas(chunk.text, chunk.token_ids, finish)
+            deltas = ([{"content": echo}] if echo else []) + deltas
+            if has_news and not deltas and (logprobs or ids):
+                deltas = [{"content": ""}]
+            choices += [{"delta": delta} | silent for delta in deltas]
+            if deltas:
+                choices[-len(deltas)] |= {"logprobs": logprobs, **ids}
             if finish:
-                choices.append({"delta": {}} | silent | {"finish_reason": finish})
+                choices.append(
+                    {"delta": {}} | silent | {"finish_reason": reply.finish_reason(finish)}
+                )
         extra = {"usage": None} if self.with_usage else {}
         if self.with_running_usage:
             extra = {"usage": self._running_usage(index, len(prompt_ids), len(chunk.token_ids))}
@@ -105,23 +118,45 @@ class ResponseWriter:
 
     def last_events(self, usage: dict[str, Any]) -> list[Event]:
         """The usage, where it is asked for."""
-        told = self._object("chat.completion.chunk", []) | {"usage": usage}
+        told = self._object("chat.completion.chunk", []) | {"usage": self._usage(usage)}
         return [told] if self.with_usage else []
 
     def error_events(self, error: ApiError) -> list[Event]:
         return [{"error": error.error}]
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        text = self._echo(index) + answer.text
-        message = {"message": {"role": self.role, "content": text}}
-        choice = {"index": index, **(message if self.chat else {"text": text})}
+        echo, finish = self._echo(index), answer.finish_reason
+        choice: dict[str, Any] = {"index": index}
+        if self.chat:
+            reply = self._reply(index)
+            message = reply.message(answer.text, answer.token_ids, finish)
+            if echo:
+                message["content"] = echo + (message["content"] or "")
+            choice["message"] = {"role": self.role, **message}
+            finish = reply.finish_reason(finish)
+        else:
+            choice["text"] = echo + answer.text
         choice["logprobs"] = self._logprobs(index, answer, answer.prompt_ids)
         if not self.chat and self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._prompt_logprobs(answer)
-        choice["finish_reason"] = answer.finish_reason
+        choice["finish_reason"] = finish
         if self.body.return_token_ids:
             choice |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
         return choice
+
+    def _reply(self, index: int) -> ChatReply:
+        """The reply that this choice of a chat is."""
+        if index not in self._replies:
+            assert isinstance(self.body, ChatBody)
+            self._replies[index] = ChatReply(self.body, self.form)
+        return self._replies[index]
+
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """With the tokens of the thoughts, of a chat."""
+        if not self.chat:
+            return usage
+        count = sum(one.num_reasoning_tokens(self.tokenizer) for one in self._replies.values())
+        return with_reasoning(usage, count)
 
     def _object(self, chat_object: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {
@@ -234,9 +269,9 @@ class ResponseWriter:
 
     def _num_characters(self, token: int, *, special: bool = False) -> int:
         """Characters of a text that begin in this token. special: special tokens have text."""
-        if self.tokenizer is None or not self.tokenizer.shown([token], special=special):
-            return 0
-        return sum(byte & 0xC0 != 0x80 for byte in self._bytes(token))
+        return (
+            0 if self.tokenizer is None else self.tokenizer.num_characters(token, special=special)
+        )
 
     def _bytes(self, token: int) -> bytes:
         return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
@@ -246,6 +281,12 @@ def _with_own(row: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
     """The likeliest tokens of a row, and the token itself where it is none of them."""
     own, *likeliest = row
     return likeliest if own[0] in (token for token, _ in likeliest) else [*likeliest, own]
+
+
+def with_reasoning(usage: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The usage of a chat. num_tokens: of the thoughts."""
+    details = usage["completion_tokens_details"] | {"reasoning_tokens": num_tokens}
+    return usage | {"completion_tokens_details": details}
 
 
 def usage_of(

@@ -1,6 +1,7 @@
 """The fields of a body that hold an answer to a grammar, in OpenAI's form and in vLLM's.
 
     response_format, structured_outputs, guided_* -> Structured.grammar -> Sampling.grammar
+A chat puts its thought before it, and calls beside it (tools.py).
 Here their form is checked. Whether a grammar can be compiled, driver/grammars.py finds out.
 """
 
@@ -98,7 +99,8 @@ class Structured(pydantic.BaseModel):
 
     @property
     def grammar(self) -> Grammar | None:
-        return next((getattr(self, name) for name in self.grammar_fields), None)
+        given = (getattr(self, name) for name in Structured.model_fields)
+        return next((one for one in given if one is not None), None)
 
     def grammar_conflict(self, others: dict[str, bool]) -> tuple[str, str] | None:
         """A field that does not go together with another, and why.

@@ -119,6 +119,10 @@ class Counting:
             progress.append(self._advance(join, accepted, verified=True))
         return progress
 
+    def token(self, join: Join, position: int) -> int:
+        """The token at this position of the answer."""
+        return (join.tokens[-1] + position + 1) % VOCAB
+
     def limit_drafts(self, depth: int) -> None:
         self.draft_tokens = depth
 
@@ -131,7 +135,7 @@ class Counting:
     def _advance(self, join: Join, accepted: int, *, verified: bool) -> Progress:
         how, tokens, finish = join.sampling, [], None
         for _ in range(accepted + 1):
-            tokens.append((join.tokens[-1] + self.emitted[join.request] + 1) % VOCAB)
+            tokens.append(self.token(join, self.emitted[join.request]))
             self.emitted[join.request] += 1
             if tokens[-1] in join.end_ids:
                 finish = "stop"

@@ -11,6 +11,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -31,10 +32,12 @@ async def serving(
     chunk: int = 8,
     keys: tuple[str, ...] = (),
     serve: dict[str, Any] | None = None,
+    runner: Counting | None = None,
+    folder: Path = TINY,
     **changes: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Driver, Endpoints]]:
-    ranks = ThreadRanks([Counting(chunk=chunk, step_s=step_s)])
-    tokenizer = Tokenizer(TINY)
+    ranks = ThreadRanks([runner or Counting(chunk=chunk, step_s=step_s)])
+    tokenizer = Tokenizer(folder)
     driver = Driver(limits(**{"vocab_size": VOCAB, **changes}), ranks, load_text=lambda: tokenizer)
     await driver.start()
     endpoints = Endpoints(

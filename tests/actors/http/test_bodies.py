@@ -250,12 +250,12 @@ def test_an_error_names_value_and_rule(fields: dict[str, Any], message: str) -> 
 def test_what_a_body_leaves_open_is_the_models_default_else_the_apis() -> None:
     data = json.dumps({"prompt": [1], "top_p": None, "min_p": 0.1}).encode()
     body = parse(CompletionBody, data)
-    (alone,) = body.samplings(9, {})
+    (alone,) = body.samplings(9, {}, grammar=None)
     assert alone == Sampling(
         max_tokens=9, min_p=0.1, **{k: DEFAULTS[k] for k in DEFAULTS if k != "min_p"}
     )
     assert (alone.temperature, alone.top_k, alone.top_p) == (1.0, 0, 1.0)
-    (model,) = body.samplings(9, {"temperature": 0.0, "top_p": 0.8, "min_p": 0.5})
+    (model,) = body.samplings(9, {"temperature": 0.0, "top_p": 0.8, "min_p": 0.5}, grammar=None)
     assert (model.temperature, model.top_p, model.min_p) == (0.0, 0.8, 0.1)
 
 

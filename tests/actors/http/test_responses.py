@@ -11,7 +11,7 @@ from outrider.actors.driver.messages import Chunk, Completion, RequestStats
 from outrider.actors.http.bodies import CompletionBody, Settings
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
-from outrider.actors.http.responses import ResponseWriter
+from outrider.actors.http.responses import ResponseWriter, usage_of
 from outrider.model.text import Tokenizer
 from tests.test_end_to_end import TINY
 
@@ -43,7 +43,7 @@ def answer_of(rows: list[list[tuple[int, float]]], text: str = "") -> Completion
 
 
 def logprobs_of(writer: ResponseWriter, answer: Completion) -> dict[str, Any]:
-    return json.loads(writer.whole([answer], {}))["choices"][0]["logprobs"]
+    return json.loads(writer.whole([answer], usage_of(1, 1, [])))["choices"][0]["logprobs"]
 
 
 def test_a_part_of_a_character_is_told_as_bytes(tokenizer: Tokenizer) -> None:

@@ -52,7 +52,7 @@ def test_every_spelling_means_the_same(fields: dict[str, Any], grammar: Grammar 
     said = [{"role": "user", "content": "x"}]
     for kind, given in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": said})):
         read = parse(kind, json.dumps({**given, **fields}).encode())
-        assert [one.grammar for one in read.samplings(50, {})] == [grammar]
+        assert read.grammar == grammar
 
 
 def test_a_chat_answers_in_json() -> None:
