@@ -1,4 +1,4 @@
-"""The command `outrider`: generate, plan, doctor, serve, job and bench.
+"""The command `outrider`: generate, plan, doctor, serve, chat, job and bench.
 
     argv -- typer --> overrides of cluster.yaml --> Spec, Engine --> stdout: text or JSON
 
@@ -263,6 +263,14 @@ def answer_file(context: typer.Context) -> None:
     from outrider.actors.job import app as job
 
     _pass_on(job, context)
+
+
+@app.command(name="chat", add_help_option=False, context_settings=PASS_ON)
+def chat_with_server(context: typer.Context) -> None:
+    """Chat with a running server in a terminal."""
+    from outrider.actors.chat import app as chat
+
+    _pass_on(chat, context)
 
 
 def _pass_on(other: typer.Typer, context: typer.Context) -> None:

@@ -120,6 +120,20 @@ HTTP_FAULTS = (
         DRAFT_INFO + "a_stop_string_takes_its_tokens_with_it_and_the_text_stays",
     ),
     Fault(
+        "what was said of a stopped answer is forgotten",
+        "actors/conversation.py",
+        "self.messages += [question, answer]",
+        "pass",
+        "tests/actors/test_chat.py::test_on_a_terminal_ctrl_c_stops_an_answer_and_keeps_what_was_said",
+    ),
+    Fault(
+        "a model's text steers the terminal",
+        "actors/chat.py",
+        "piece.text.translate(SHOWN_CONTROLS)",
+        "piece.text",
+        "tests/actors/test_chat.py::test_a_models_text_cannot_steer_the_terminal",
+    ),
+    Fault(
         "offsets of an answer do not count the echo before it",
         "actors/http/responses.py",
         "offset = len(self._echo(index))",

@@ -1,15 +1,19 @@
 """A real HTTP server (uvicorn) over a driver whose ranks are threads, and what its tests share.
 
 The answers of `Counting` ranks are known in advance: the last prompt token + 1, + 2, ...
+`TinyServer` has the bundled checkpoint instead, and an event loop of its own, for clients that
+wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,18 @@ import httpx2 as httpx
 import uvicorn
 
 from outrider.actors.cluster.spec import ServeSpec
+from outrider.actors.driver.assembly import limits_of
 from outrider.actors.driver.driver import Driver
+from outrider.actors.driver.scheduler import Limits
 from outrider.actors.http.endpoints import Endpoints
 from outrider.model.text import Tokenizer
+from tests.actors.cluster.test_spec import made
 from tests.actors.conftest import VOCAB, Counting, ThreadRanks, limits
+from tests.ranks import Team
 from tests.test_end_to_end import TINY
+
+ENGINE: dict[str, Any] = {"max_slots": 4, "max_model_len": 1024, "num_pages": 400}
+"""Of a TinyServer."""
 
 
 @asynccontextmanager
@@ -37,13 +48,31 @@ async def serving(
     **changes: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Driver, Endpoints]]:
     ranks = ThreadRanks([runner or Counting(chunk=chunk, step_s=step_s)])
+    bounds = limits(**{"vocab_size": VOCAB, **changes})
+    async with (
+        listening(ranks, bounds, keys, serve or {}, folder) as (url, driver, endpoints),
+        httpx.AsyncClient(base_url=url, timeout=20) as client,
+    ):
+        yield client, driver, endpoints
+
+
+@asynccontextmanager
+async def listening(
+    ranks: ThreadRanks,
+    bounds: Limits,
+    keys: Sequence[str],
+    serve: Mapping[str, Any],
+    folder: Path = TINY,
+) -> AsyncIterator[tuple[str, Driver, Endpoints]]:
+    """A server over these ranks -> its address, its driver, its endpoints. folder: of the tokenizer
+    and the chat template."""
     tokenizer = Tokenizer(folder)
-    driver = Driver(limits(**{"vocab_size": VOCAB, **changes}), ranks, load_text=lambda: tokenizer)
+    driver = Driver(bounds, ranks, load_text=lambda: tokenizer)
     await driver.start()
     endpoints = Endpoints(
         driver,
         tokenizer,
-        serve=ServeSpec(**(serve or {})),
+        serve=ServeSpec(**serve),
         model="tiny",
         about=lambda: {"ranks": []},
         keys=[hashlib.sha256(key.encode()).digest() for key in keys],
@@ -56,13 +85,48 @@ async def serving(
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            yield client, driver, endpoints
+        yield url, driver, endpoints
     finally:
         server.should_exit = True
         await task
         endpoints.close()
         await driver.close()
+
+
+class TinyServer:
+    """The bundled checkpoint with drafts on, behind HTTP, in a thread."""
+
+    def __init__(self, *, keys: Sequence[str] = (), **serve: Any) -> None:
+        """keys: of the API. serve: keys of cluster.yaml's section."""
+        self._keys, self._serve = keys, serve
+        self.root = ""
+        self.driver: Any = None
+        self.endpoints: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._ready, self._ending = threading.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()])
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    async def _run(self) -> None:
+        (runner,) = Team(TINY, draft_tokens=3, **ENGINE).runners
+        runner.hang = threading.Event()  # type: ignore[attr-defined] # what ThreadRanks stops by
+        bounds = limits_of(made(model=str(TINY)), runner.model, runner.run)
+        ranks = ThreadRanks([runner])  # type: ignore[list-item]
+        async with listening(ranks, bounds, self._keys, self._serve) as opened:
+            self.root, self.driver, self.endpoints = opened
+            self._ready.set()
+            await self._ending.wait()
+
+    def call(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have the server's event loop call this soon."""
+        self._loop.call_soon_threadsafe(functools.partial(work, *args, **kwargs))
+
+    def close(self) -> None:
+        self.call(self._ending.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        self._loop.close()
 
 
 def run(work: Callable[[], Awaitable[None]], limit_s: float = 60.0) -> None:
