@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.actors.driver.messages import Chunk, Completion, RequestStats
+from outrider.actors.driver.messages import Chunk, Completion, DraftInfo, RequestStats
 from outrider.actors.http.bodies import ApiError, CompletionBody, Settings
 from outrider.actors.http.chat_reply import ChatReply
 from outrider.actors.http.chats import ChatBody
@@ -74,8 +74,10 @@ class ResponseWriter:
         echo = self._echo(index) if is_first else ""
         ids: dict[str, Any] = {"token_ids": chunk.token_ids} if self.body.return_token_ids else {}
         prompt = {"prompt_token_ids": prompt_ids} if self.body.return_token_ids and is_first else {}
+        source: dict[str, Any] = {}
         if chunk.draft_info is not None and chunk.token_ids:
             ids["draft_info"] = chunk.draft_info
+            source = {"draft_info": DraftInfo(source=chunk.draft_info.source)}
         has_news = bool(echo or chunk.text or logprobs or (chunk.token_ids and ids))
         finish = chunk.finish_reason
         choices: list[dict[str, Any]] = []
@@ -92,7 +94,7 @@ class ResponseWriter:
             deltas = ([{"content": echo}] if echo else []) + deltas
             if has_news and not deltas and (logprobs or ids):
                 deltas = [{"content": ""}]
-            choices += [{"delta": delta} | silent for delta in deltas]
+            choices += [{"delta": delta} | silent | source for delta in deltas]
             if deltas:
                 choices[-len(deltas)] |= {"logprobs": logprobs, **ids}
             if finish:

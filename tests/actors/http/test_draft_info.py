@@ -6,6 +6,7 @@ of drafts, from none to all of them.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ import pytest
 from outrider.actors.driver.driver import Driver
 from outrider.model.text import Tokenizer
 from tests.actors.http.local_server import body, chat, events, run, serving
+from tests.actors.http.scripted import saying
+from tests.templates import IN_TAGS, folder_with
 from tests.test_end_to_end import TINY
 
+PARTS = ("reasoning_content", "content")
 LONG: dict[str, Any] = {"max_model_len": 300, "num_pages": 120}
 
 
@@ -121,6 +125,27 @@ def test_choices_are_told_apart() -> None:
             assert [shown(one) for one in found] == [told(driver, index - 4) for index in range(4)]
             assert len({str([row[1] for row in shown(one)]) for one in found}) == 4
             assert {row[3] for one in found for row in shown(one)} == {None, 0, 1, 2, 3}
+
+    run(work)
+
+
+def test_thought_and_content_tell_their_sources(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, IN_TAGS)
+    thought, content = "I think about it.", "Now I know."
+
+    async def work() -> None:
+        async with saying(f"{thought}\n</think>\n\n{content}", folder) as (client, _):
+            what = chat(max_tokens=300, return_draft_info=True)
+            choices, usage = await choices_of(client, "/v1/chat/completions", **what)
+        deltas = [c for c in choices if any(c["delta"].get(name) for name in PARTS)]
+        for name, text in zip(PARTS, (thought, content)):
+            assert "".join(c["delta"].get(name) or "" for c in deltas) == text
+            sources = [c["draft_info"]["source"] for c in deltas if c["delta"].get(name)]
+            assert set(sources) == {"draft", "target"}
+        infos = [c["draft_info"] for c in choices if "draft_info" in c]
+        counts = usage["speculation"]
+        assert counts["drafted_tokens"] == sum(info["drafted"] or 0 for info in infos)
+        assert counts["accepted_tokens"] == sum(info["accepted"] or 0 for info in infos)
 
     run(work)
 
