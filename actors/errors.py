@@ -37,11 +37,12 @@ class DetailedError(RuntimeError):
 
 
 class RequestFailedError(DetailedError):
-    """A fault of ours met one request. The engine and all other requests go on."""
+    """A fault of ours met one request, or it is one that ends the ranks. The engine and all other
+    requests go on."""
 
 
 class EngineDeadError(DetailedError):
-    """The ranks are gone; every request that was not complete ends with this."""
+    """The ranks are lost for good; every request that was not complete ends with this."""
 
 
 class EngineClosedError(EngineDeadError):

@@ -68,9 +68,9 @@ class Replica:
             name=f"outrider:{serve.get_replica_context().replica_id.unique_id}",
         )
         self._mode = effective_mode(run, model)
-        self._ranks, self._driver, notes = assemble(setup, share)
+        self._driver, notes = assemble(setup, share)
         await self._driver.start()
-        for note in notes + self._ranks.warnings():
+        for note in notes + self._driver.ranks.warnings():
             log.warning(note)
         log.info("%s", self._mode["line"])
         log.info("%s", spec.describe_defaults(model))
@@ -109,7 +109,7 @@ class Replica:
         return {
             **self._mode,
             "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
-            "ranks": self._ranks.stats(),
+            "ranks": self._driver.ranks.stats(),
         }
 
 

@@ -286,8 +286,8 @@ def _check_npu(spec: Spec) -> None:
         raise spec.error("cache.page_tokens", f"must be a multiple of {NPU_PAGE_TOKENS} on npu")
     if spec.speculation.draft_head == "fp8":
         raise spec.error("speculation.draft_head", "must be model on npu: no float8 products there")
-    if spec.ray.collective_timeout_s <= spec.ray.watchdog_s:
-        rule = (
-            f"must exceed ray.watchdog_s = {spec.ray.watchdog_s:g} on npu: the driver, not HCCL, "
-        )
-        raise spec.error("ray.collective_timeout_s", rule + "is to find a stuck rank")
+    for key in ("prefill_s", "decode_s"):
+        limit_s = getattr(spec.recovery, key)
+        if spec.ray.collective_timeout_s <= limit_s:
+            rule = f"must exceed recovery.{key} = {limit_s:g} on npu: the driver, not HCCL, is to "
+            raise spec.error("ray.collective_timeout_s", rule + "find a stuck rank")

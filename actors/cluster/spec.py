@@ -120,14 +120,30 @@ class RaySpec:
     """Longest wait for free devices and CPUs."""
     start_timeout_s: Seconds = 300.0
     """Longest wait for all ranks to load and answer."""
-    watchdog_s: Seconds = 60.0
-    """A rank without progress for so long, while it has work, counts as stuck."""
     collective_timeout_s: Seconds = 120.0
     """Longest wait of one rank for another inside a collective."""
     object_store_bytes: Annotated[int, Meta(ge=75 << 20)] = 100 << 20
     """Object store of a private cluster; tensors never pass through it. Ray's minimum: 75 MiB."""
     cpus_per_rank: Amount = 1
     """Ray's CPU count of a rank: the rank's resource on `cpu`, beside the device elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverySpec:
+    """When the group of ranks counts as lost, and how often another one takes its place."""
+
+    loading_s: Seconds = 120.0
+    """Longest wait, while the ranks start and load, for the next sign of progress."""
+    warmup_s: Seconds = 300.0
+    """Longest warm-up: kernels are compiled and iterations captured."""
+    prefill_s: Seconds = 60.0
+    """Longest wait for a step while a request has not got a token since it joined."""
+    decode_s: Seconds = 30.0
+    """Longest wait for a step while all requests in slots decode."""
+    max_losses: Amount = 5
+    """Losses within window_s after which the ranks are started again; one more ends the engine."""
+    window_s: Seconds = 300.0
+    """See max_losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +199,7 @@ SECTIONS = {
     "cache": CacheSpec,
     "limits": LimitsSpec,
     "ray": RaySpec,
+    "recovery": RecoverySpec,
     "serve": ServeSpec,
     "ablation": Ablation,
 }
@@ -206,6 +223,7 @@ class Spec:
     cache: CacheSpec = CacheSpec()
     limits: LimitsSpec = LimitsSpec()
     ray: RaySpec = RaySpec()
+    recovery: RecoverySpec = RecoverySpec()
     serve: ServeSpec = ServeSpec()
     ablation: Ablation = field(default_factory=Ablation)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -1,6 +1,6 @@
 """What a driver is made of: its limits, its group of ranks and its tokenizer.
 
-    DriverSetup -> assemble -> (RankGroup, Driver, warnings)
+    DriverSetup -> assemble -> (Driver, warnings)
 Used by the driver's actor and by a Serve replica alike.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup
@@ -35,8 +36,8 @@ class DriverSetup:
     """Prefix of the ranks' actor names."""
 
 
-def assemble(setup: DriverSetup, share: HostShare) -> tuple[RankGroup, Driver, list[str]]:
-    """A driver and its ranks, not started, and warnings for the user. Pins this process.
+def assemble(setup: DriverSetup, share: HostShare) -> tuple[Driver, list[str]]:
+    """A driver, not started, and warnings for the user. Pins this process.
 
     share: this engine's part of the host; the caller keeps it for as long as the engine lives.
     """
@@ -46,14 +47,19 @@ def assemble(setup: DriverSetup, share: HostShare) -> tuple[RankGroup, Driver, l
         rank_cpus, driver_cpus = spec.rank_cpu_sets(share=share.cpus), spec.driver_cpu_set()
     if driver_cpus is not None:
         pin_process(driver_cpus)
-    ranks = RankGroup(spec, setup.run, setup.placement, cpus=rank_cpus, name=setup.name)
+    generations = count()
+
+    def new_ranks() -> RankGroup:
+        name = f"{setup.name}:{next(generations)}"
+        return RankGroup(spec, setup.run, setup.placement, cpus=rank_cpus, name=name)
+
     driver = Driver(
         setup.limits,
-        ranks,
-        watchdog_s=spec.ray.watchdog_s,
+        new_ranks,
+        recovery=spec.recovery,
         load_text=lambda: load_text(spec, Path(setup.run.model_dir)),
     )
-    return ranks, driver, [str(warning.message) for warning in caught]
+    return driver, [str(warning.message) for warning in caught]
 
 
 def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:

@@ -2,8 +2,8 @@
 
     submit -> Scheduler -> Commands -> ranks        ranks -> StepEvent -> Scheduler -> Handle
 Plain asyncio: a DriverActor, a Serve replica or a test hosts it. It never waits for a rank within
-an iteration. When the ranks end, or make no step for watchdog_s while there is work, it kills them
-all, and every unfinished request ends with EngineDeadError.
+an iteration. Ranks that are lost are replaced (driver/supervisor.py), and requests go on from what
+they have; new ones wait meanwhile. When that fails, every unfinished one ends with EngineDeadError.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
+from outrider.actors.cluster.spec import RecoverySpec
 from outrider.actors.driver.grammars import GrammarChecker
 from outrider.actors.driver.handle import Handle
 from outrider.actors.driver.messages import Completion, GenerationRequest
 from outrider.actors.driver.request import Detokenizer, Request
 from outrider.actors.driver.scheduler import Limits, Scheduler
-from outrider.actors.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError
+from outrider.actors.driver.supervisor import Supervisor
+from outrider.actors.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+)
 from outrider.actors.ranks.group import Ranks
 from outrider.actors.ranks.messages import Commands
 from outrider.model.step import Command, Grammar, Join, Sampling, StepEvent
@@ -43,17 +50,16 @@ class Driver:
     def __init__(
         self,
         limits: Limits,
-        ranks: Ranks,
+        new_ranks: Callable[[], Ranks],
         *,
-        watchdog_s: float = 60.0,
+        recovery: RecoverySpec | None = None,
         load_text: Callable[[], Text | None] = lambda: None,
     ) -> None:
-        """load_text runs in a thread while the ranks load; None: prompts are token ids only."""
-        self.limits = limits
+        """new_ranks: another group at each call. load_text runs in a thread while the ranks load;
+        None: prompts are token ids only."""
         self.text: Text | None = None
         """The tokenizer, once start() has returned."""
-        self._ranks = ranks
-        self._watchdog_s = watchdog_s
+        self._supervisor = Supervisor(new_ranks, recovery or RecoverySpec(), self)
         self._load_text = load_text
         self._scheduler = Scheduler(limits)
         self._handles: dict[int, Handle] = {}
@@ -68,7 +74,21 @@ class Driver:
         self._num_steps = 0
         self._depth = limits.draft_tokens
         self._step_s = self._busy_s = 0.0
-        self._started_s = self._last_step_s = self._busy_since_s = time.monotonic()
+        self._started_s = self._busy_since_s = time.monotonic()
+
+    @property
+    def limits(self) -> Limits:
+        return self._scheduler.limits
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that work, or are on their way."""
+        return self._supervisor.ranks
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the ranks were lost and others are on their way."""
+        return bool(self._tasks) and not self._supervisor.is_ready
 
     @property
     def error(self) -> EngineDeadError | None:
@@ -77,23 +97,15 @@ class Driver:
 
     async def start(self) -> None:
         """Returns once a first token has come through every rank. ConfigError, EngineDeadError."""
-        starting = asyncio.ensure_future(self._ranks.start())
+        starting = asyncio.ensure_future(self._supervisor.start())
         try:
-            pages, self.text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
+            _, self.text = await asyncio.gather(starting, asyncio.to_thread(self._load_text))
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            await self._ranks.kill()
+            await self._supervisor.kill()
             raise
-        if pages is not None:
-            self.limits = replace(self.limits, num_pages=pages)
-            self._scheduler = Scheduler(self.limits)
-        for work in (
-            self._pump(),
-            self._send_commands_when_due(),
-            self._watch_ranks(),
-            self._watch_progress(),
-        ):
+        for work in (self._supervisor.run(), self._send_commands_when_due()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._on_task_end)
             self._tasks.append(task)
@@ -229,28 +241,57 @@ class Driver:
             "accepted_per_position": list(counters.per_position),
             "tokens": counters.tokens,
             "tokens_per_s": counters.tokens / busy_s if busy_s else 0.0,
+            "recovering": self.is_recovering,
+            "recoveries": self._supervisor.num_recoveries,
+            "recovery_s": self._supervisor.recovery_s,
+            "last_recovery_s": self._supervisor.last_recovery_s,
         }
 
     async def close(self) -> None:
         """Unfinished requests end with EngineClosedError; returns when the ranks are gone."""
         if self._ending is not None:
             await self._ending
-        await self._end(EngineClosedError("the engine was closed"), self._ranks.stop)
+        await self._end(EngineClosedError("the engine was closed"), self._supervisor.stop)
 
-    async def _pump(self) -> None:
-        """Take each step's event; what it freed may let waiting requests join at once."""
-        while True:
-            event = await self._ranks.event()
-            self._note_step(event)
-            for request in self._scheduler.apply(event):
-                self._notify(request)
-            self._send_commands()
+    # What the supervisor says and asks (supervisor.Work).
 
-    def _note_step(self, event: StepEvent) -> None:
-        self._last_step_s = time.monotonic()
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def prefilling(self) -> bool:
+        return self._scheduler.prefilling
+
+    def apply(self, event: StepEvent) -> None:
+        """One step of the ranks. What it freed may let waiting requests join at once."""
         self._num_steps += 1
         self._step_s += event.step_s
         self._depth = self.limits.draft_tokens if event.depth is None else event.depth
+        for request in self._scheduler.apply(event):
+            self._notify(request)
+        self._send_commands()
+
+    def lost(self, error: EngineDeadError) -> bool:
+        """The ranks are gone. A request that is to blame for it ends alone, the others wait."""
+        culprit = self._scheduler.suspend_all()
+        if culprit is None:
+            return False
+        why = (
+            f"request {culprit.number} is not tried again: the ranks were lost "
+            f"{culprit.losses_alone} times in a row while it was the only one in a slot: {error}"
+        )
+        log.error("%s", why)
+        self._scheduler.fail(culprit, RequestFailedError(why, error.detail))
+        self._notify(culprit)
+        return True
+
+    def ready(self, num_pages: int | None) -> None:
+        """Other ranks work now, or the first ones."""
+        if num_pages is not None:
+            for request in self._scheduler.use_ranks(num_pages):
+                self._notify(request)
+        self._commands_due.set()
 
     async def _send_commands_when_due(self) -> None:
         """Once for all that is submitted and aborted in one turn of the event loop."""
@@ -260,6 +301,9 @@ class Driver:
             self._send_commands()
 
     def _send_commands(self) -> None:
+        """What is due, unless the ranks are on their way: then it is when they are ready."""
+        if not self._supervisor.is_ready:
+            return
         batch: list[Command] = []
         num_tokens = 0
         for command in self._scheduler.commands():
@@ -270,10 +314,10 @@ class Driver:
                     handle.changed.set()
                 num_tokens += len(command.tokens) + len(command.emitted)
             if num_tokens > COMMAND_TOKENS:
-                self._ranks.send(Commands(commands=batch))
+                self._supervisor.send(Commands(commands=batch))
                 batch, num_tokens = [], 0
         if batch:
-            self._ranks.send(Commands(commands=batch))
+            self._supervisor.send(Commands(commands=batch))
 
     def _notify(self, request: Request) -> None:
         """Wake whoever waits for a request that has changed; forget it if it has ended."""
@@ -285,29 +329,14 @@ class Driver:
         handle.changed.set()
 
     def _note_work(self) -> None:
-        """Start or stop the clocks of the watchdog and of busy time."""
+        """Start or stop the clock of busy time."""
         now, working = time.monotonic(), bool(self._handles)
         if working and not self._working.is_set():
-            self._last_step_s = self._busy_since_s = now
+            self._busy_since_s = now
             self._working.set()
         elif not working and self._working.is_set():
             self._busy_s += now - self._busy_since_s
             self._working.clear()
-
-    async def _watch_ranks(self) -> None:
-        raise await self._ranks.ended()
-
-    async def _watch_progress(self) -> None:
-        while True:
-            await self._working.wait()
-            left_s = self._last_step_s + self._watchdog_s - time.monotonic()
-            if left_s <= 0:
-                raise EngineDeadError(
-                    f"the ranks made no step for {self._watchdog_s:g} s with "
-                    f"{self._scheduler.num_running} requests running (ray.watchdog_s); they were "
-                    "killed"
-                )
-            await asyncio.sleep(left_s)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """Whatever ends one of the background tasks ends the engine."""
@@ -317,7 +346,7 @@ class Driver:
         if not isinstance(error, EngineDeadError):
             log.error("the driver failed", exc_info=error)
             error = EngineDeadError(f"the driver failed: {type(error).__name__}: {error}")
-        self._ending = asyncio.ensure_future(self._end(error, self._ranks.kill))
+        self._ending = asyncio.ensure_future(self._end(error, self._supervisor.kill))
 
     async def _end(
         self, error: EngineDeadError, end_ranks: Callable[[], Coroutine[Any, Any, None]]

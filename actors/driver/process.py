@@ -35,10 +35,10 @@ class DriverProcess:
         await self._connection.receive_async(Hello)
         self._connector.remove_folder()
         self._share = claim_share(setup.spec, setup.name)
-        self._ranks, self._driver, notes = assemble(setup, self._share)
+        self._driver, notes = assemble(setup, self._share)
         server = DriverServer(self._connection, self._driver, self._about)
         self._serving = asyncio.ensure_future(server.serve())
-        reporting = asyncio.ensure_future(server.report(lambda: self._ranks.loaded_bytes))
+        reporting = asyncio.ensure_future(server.report(lambda: self._driver.ranks.loaded_bytes))
         starting = asyncio.ensure_future(self._driver.start())
         await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         reporting.cancel()
@@ -47,7 +47,7 @@ class DriverProcess:
             await asyncio.wait({starting})
             raise EngineClosedError("the engine was closed while it started")
         starting.result()
-        return notes + self._ranks.warnings()
+        return notes + self._driver.ranks.warnings()
 
     async def run(self) -> None:
         """Until the Engine says stop; then the ranks are gone."""
@@ -60,5 +60,5 @@ class DriverProcess:
     def _about(self) -> dict[str, Any]:
         return {
             "driver": {"pid": os.getpid(), "cpus": sorted(os.sched_getaffinity(0))},
-            "ranks": self._ranks.stats(),
+            "ranks": self._driver.ranks.stats(),
         }

@@ -85,6 +85,11 @@ class Request:
         """Its number in what the ranks are told and tell: another one each time that it joins."""
         self.was_admitted = False
         """Whether it has had a slot, though it may wait for the next one now."""
+        self.losses = self.losses_alone = 0
+        """Losses of the ranks in a row at which it was in a slot and had hardly got on; of those,
+        the last ones at which no other was (driver/suspects.py)."""
+        self._num_before = 0
+        """Tokens that it had when it left a slot last."""
         self.finish: str | None = None
         """Why the answer is complete: "stop" or "length"; None while it goes on."""
         self.error: Exception | None = None
@@ -116,6 +121,11 @@ class Request:
     def stop_string(self) -> str | None:
         """The stop string that has ended the answer."""
         return self._stop_strings.found if self._stop_strings is not None else None
+
+    @property
+    def num_since_join(self) -> int:
+        """Tokens that have come since it joined last; 0 while it waits."""
+        return len(self.emitted) - self._num_before
 
     def accept(self, progress: Progress) -> Progress:
         """Add one step's tokens, up to the end of the request; returns what of them counts.
@@ -164,6 +174,7 @@ class Request:
         them.
         """
         self.slot, self.join_number = None, join_number
+        self._num_before = len(self.emitted)
         if not self.emitted:
             del self._prompt_logprobs[1:]
 

@@ -9,6 +9,7 @@ later. What can never fit is refused at once. It touches no device and knows not
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import secrets
 import traceback
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 from outrider.actors.driver.blocks import BlockAllocator
 from outrider.actors.driver.messages import GenerationRequest
 from outrider.actors.driver.request import Counters, Detokenizer, Request
+from outrider.actors.driver.suspects import Suspects
 from outrider.actors.errors import (
     PromptTooLongError,
     RequestAbortedError,
@@ -66,9 +68,11 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.blocks = BlockAllocator(limits.max_slots, limits.num_pages)
+        self._suspects = Suspects(enough_tokens=2 * (limits.draft_tokens + 1))
         self._waiting: dict[int, Request] = {}
         self._line: list[tuple[int, int]] = []
-        """Heap of (priority, number) of those that wait, and of some that do not any more."""
+        """Heap of (priority, number) of those that wait, and of some that do not any more, or
+        stand in it twice."""
         self._running: dict[int, Request] = {}
         """By the number of their join."""
         self._leaves: list[Leave] = []
@@ -90,6 +94,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a request has got no token since it joined."""
+        return any(not request.num_since_join for request in self._running.values())
 
     @property
     def unfinished(self) -> list[Request]:
@@ -147,17 +156,14 @@ class Scheduler:
         """What the ranks must be told now, in order: who leaves, who gets pages, then who joins.
 
         Requests join by priority, and of equal priority in the order they came. Joining stops at
-        the first request that does not fit; later ones wait behind it.
+        the first request that does not fit; later ones wait behind it. While there are suspects,
+        the first of them runs alone.
         """
         grows = self._grow_all()
         commands: list[Command] = [*self._leaves, *grows]
         self._leaves.clear()
         reserved = sum(self._pages_to_come(request) for request in self._running.values())
-        while self._line:
-            request = self._waiting.get(self._line[0][1])
-            if request is None:  # aborted
-                heapq.heappop(self._line)
-                continue
+        while (request := self._next()) is not None:
             need = self._pages_wanted(request)
             if need + reserved > self.blocks.free_pages:
                 break
@@ -165,7 +171,6 @@ class Scheduler:
             if allocation is None:
                 break
             reserved += self._pages_to_come(request)
-            heapq.heappop(self._line)
             del self._waiting[request.number]
             self._running[request.join_number] = request
             request.admit(allocation.slot)
@@ -198,6 +203,8 @@ class Scheduler:
             if request.ended:
                 known = progress.finish is not None or bool(progress.error)
                 self._free(request, ranks_know=known)
+            if self._suspects.note_progress(request) and self._suspects and not request.ended:
+                self.suspend(request.number)
             changed[request.number] = request
         return list(changed.values())
 
@@ -211,13 +218,39 @@ class Scheduler:
         self._free(request, ranks_know=False)
         self._resume_later(request)
 
-    def suspend_all(self) -> None:
-        """The ranks are gone: every request that was running waits for others."""
+    def suspend_all(self) -> Request | None:
+        """The ranks are lost: every request that was running waits for others.
+
+        -> the request that is to blame, if it is known; it waits like the others.
+        """
         requests = list(self._running.values())
+        culprit = self._suspects.note_loss(requests)
         for request in requests:
             self._free(request, ranks_know=True)
             self._resume_later(request)
         self._leaves.clear()
+        return culprit
+
+    def use_ranks(self, num_pages: int) -> list[Request]:
+        """New ranks hold so many KV pages; -> those that can never run on them and have failed."""
+        assert not self._running, "requests still run on other ranks"
+        self.limits = dataclasses.replace(self.limits, num_pages=num_pages)
+        self.blocks = BlockAllocator(self.limits.max_slots, num_pages)
+        failed = []
+        for request in list(self._waiting.values()):
+            try:
+                self._check_pages(len(request.prompt), request.sampling.max_tokens)
+            except RequestError as error:
+                self.fail(request, RequestFailedError(f"the ranks were started anew: {error}"))
+                failed.append(request)
+        return failed
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a waiting request with `error`."""
+        del self._waiting[request.number]
+        self._suspects.drop(request)
+        request.fail(error)
+        self.num_requests["failed"] += 1
 
     def abort(self, number: int) -> Request | None:
         """End a request before its answer is complete; None: no unfinished one has this number."""
@@ -225,6 +258,7 @@ class Scheduler:
         request = running or self._waiting.pop(number, None)
         if request is None:
             return None
+        self._suspects.drop(request)
         request.fail(RequestAbortedError(f"request {number} was aborted"))
         self.num_requests["aborted"] += 1
         if running is not None:
@@ -240,6 +274,7 @@ class Scheduler:
         self._waiting.clear()
         self._line.clear()
         self._running.clear()
+        self._suspects.clear()
         return requests
 
     def _accept(self, request: Request, progress: Progress) -> None:
@@ -252,6 +287,17 @@ class Scheduler:
             self.num_requests["finished"] += 1
         elif request.error is not None:
             self.num_requests["failed"] += 1
+
+    def _next(self) -> Request | None:
+        """Whose turn it is to join, if there is room; None: nobody's."""
+        if self._suspects:
+            return None if self._running else self._suspects.first
+        while self._line:
+            request = self._waiting.get(self._line[0][1])
+            if request is not None:
+                return request
+            heapq.heappop(self._line)  # it has joined, or was aborted
+        return None
 
     def _running_one(self, number: int) -> Request | None:
         return next((r for r in self._running.values() if r.number == number), None)

@@ -155,8 +155,10 @@ class Endpoints:
     async def _health(self) -> Response:
         dead = self._driver.error
         status = "dead" if dead else "draining" if self._answers.is_draining else "ok"
+        if status == "ok" and self._driver.is_recovering:
+            status = "recovering"  # requests are taken, and wait for the ranks
         report = {"status": status, **self._about()} | ({"reason": str(dead)} if dead else {})
-        return json_response(report, 200 if status == "ok" else 503)
+        return json_response(report, 200 if status in ("ok", "recovering") else 503)
 
     async def _version(self) -> Response:
         return json_response({"version": outrider.__version__})

@@ -23,6 +23,8 @@ GAUGES = {
     "free_pages": "kv_pages_free",
     "num_pages": "kv_pages",
     "draft_depth": "draft_tokens",
+    "recovering": "recovering",
+    "last_recovery_s": "last_recovery_seconds",
 }
 COUNTERS = {
     "requests_submitted": "requests_submitted",
@@ -36,6 +38,8 @@ COUNTERS = {
     "drafted": "drafted_tokens",
     "accepted": "accepted_tokens",
     "tokens": "generated_tokens",
+    "recoveries": "recoveries",
+    "recovery_s": "recovery_seconds",
     "preemptions": "preemptions",
 }
 """Key of Driver.stats() -> name of the metric, after `outrider_`."""

@@ -38,6 +38,7 @@ class RankActor:
         from dataclasses import replace
 
         from outrider.actors.cluster.placement import near_cpus
+        from outrider.actors.ranks.processes import ProcessId
         from outrider.actors.ranks.rank import Location, Rank
 
         if setup.device == "npu" and setup.spec.parallel.rank_cpus == "auto":
@@ -45,7 +46,8 @@ class RankActor:
             setup = replace(setup, cpus=near_cpus(setup.device, ids) or setup.cpus)
         self._rank = Rank(setup)
         node = ray.get_runtime_context().get_node_id()
-        return Location(node=node, host=ray.util.get_node_ip_address(), pid=os.getpid())
+        host = ray.util.get_node_ip_address()
+        return Location(node=node, host=host, process=ProcessId.of_this())
 
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
         return self._rank.open(host, peers, driver_here)

@@ -3,7 +3,8 @@
     start(): prepare all -> rank 0 listens -> all connect -> all load -> all run()
     send(Commands) --> leader      event() <-- leader      ended(): why the first rank stopped
 A RankGroup starts once and ends once. The unit of failure is the whole group: when one rank ends,
-all are killed. Ray starts, watches and kills the processes; each iteration goes over a connection.
+all are killed, and another RankGroup takes their place. Ray starts, watches and kills the
+processes; each iteration goes over a connection.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
+import msgspec
 import ray
 import zmq.asyncio
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
@@ -40,25 +42,39 @@ KILL_TIMEOUT_S = 10.0
 USER_ERRORS = {"ConfigError", "DeviceError", "AffinityError", "PlacementError"}
 
 
+class RanksLostError(EngineDeadError):
+    """A rank died or hangs. Nothing says that the next one will."""
+
+
 class Ranks(Protocol):
     """What the driver needs of a group of ranks. Tests have one whose ranks are threads."""
 
     async def start(self) -> int | None:
         """Returns when every rank is ready: the KV pages that each holds, None: as planned.
 
-        ConfigError or EngineDeadError when one cannot start.
+        RanksLostError when one dies or hangs meanwhile; ConfigError or EngineDeadError when one
+        cannot start.
         """
         ...
 
     def send(self, commands: Commands) -> None: ...
 
-    async def event(self) -> StepEvent: ...
+    @property
+    def loaded_bytes(self) -> tuple[int, int]:
+        """Bytes loaded and to load, over all ranks; zeros before they are known."""
+        ...
+
+    async def event(self) -> StepEvent:
+        """The next step's. EngineDeadError for what cannot be read."""
+        ...
 
     async def ended(self) -> EngineDeadError:
         """Waits until a rank stops or dies, and says why."""
         ...
 
     def stats(self) -> list[dict[str, Any]]: ...
+
+    def warnings(self) -> list[str]: ...
 
     async def stop(self) -> None:
         """Let every rank leave its loop; kill those that do not."""
@@ -100,22 +116,48 @@ class RankGroup:
         self._connector = Connector(zmq.asyncio.Context(io_threads=1))
         self._connection: Connection | None = None
         self._actors: list[Any] = []
-        self._places: list[Location] = []
+        self._places: dict[int, Location] = {}
+        """By rank, of those that have said where they are."""
         self._runs: list[asyncio.Task[None]] = []
         self._rank_stats: list[dict[str, Any]] = []
         self._loaded = (0, 0)
-        self._stage = ""
+        self._stage, self._limit = "", "loading_s"
+        """Of the start: what the ranks are at, and the key of the limit that holds for it."""
+        self._last_sign_s = time.monotonic()
 
     async def start(self) -> int:
-        limit_s = self._spec.ray.start_timeout_s
+        starting = asyncio.ensure_future(self._start())
+        watching = asyncio.ensure_future(self._watch_start())
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._start()
-        except TimeoutError:
-            raise EngineDeadError(
-                f"the ranks were not ready within ray.start_timeout_s = {limit_s:g} s; "
-                f"they had got to {self._stage!r}"
-            ) from None
+            await asyncio.wait({starting, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return starting.result() if starting.done() else watching.result()
+        finally:
+            for task in (starting, watching):
+                task.cancel()
+            await asyncio.gather(starting, watching, return_exceptions=True)
+
+    async def _watch_start(self) -> int:
+        """Raises when the start takes too long as a whole, or since its last sign of progress."""
+        whole_s, began_s = self._spec.ray.start_timeout_s, time.monotonic()
+        while True:
+            limit_s = getattr(self._spec.recovery, self._limit)
+            now = time.monotonic()
+            whole_left_s, left_s = began_s + whole_s - now, self._last_sign_s + limit_s - now
+            if whole_left_s <= 0:
+                raise EngineDeadError(
+                    f"the ranks were not ready within ray.start_timeout_s = {whole_s:g} s; "
+                    f"they had got to {self._stage!r}"
+                )
+            if left_s <= 0:
+                raise RanksLostError(
+                    f"the ranks showed no progress for {limit_s:g} s (recovery.{self._limit}); "
+                    f"they had got to {self._stage!r}"
+                )
+            await asyncio.sleep(min(whole_left_s, left_s))
+
+    def _enter(self, stage: str, limit: str = "loading_s") -> None:
+        """The start has got to this stage."""
+        self._stage, self._limit, self._last_sign_s = stage, limit, time.monotonic()
 
     async def _start(self) -> int:
         wanted, actor = bundles(self._spec), cast(Any, RankActor)
@@ -128,7 +170,9 @@ class RankGroup:
                 env=rank_env(setup.device),
             )
             self._actors.append(actor.options(**options).remote())
-        self._places = await self._all("prepare", [(setup,) for setup in self._setups])
+        self._enter("prepare")
+        preparing = [self._prepare(setup) for setup in self._setups]
+        await _first_error(preparing, self._places)
         rendezvous = await self._open()
         connecting = self._all("connect", [(rendezvous,)] * len(self._actors))
         pages = min(await both(connecting, self._say_hello(rendezvous)))
@@ -137,9 +181,13 @@ class RankGroup:
         self._runs = [asyncio.ensure_future(_value(actor.run.remote())) for actor in self._actors]
         return pages
 
+    async def _prepare(self, setup: RankSetup) -> None:
+        place = await _value(self._actors[setup.rank].prepare.remote(setup))
+        self._places[setup.rank] = place
+
     async def _open(self) -> Rendezvous:
         leader, here = self._places[0], ray.get_runtime_context().get_node_id()
-        peers = [place.node == leader.node for place in self._places[1:]]
+        peers = [self._places[setup.rank].node == leader.node for setup in self._setups[1:]]
         opened = _value(self._actors[0].open.remote(leader.host, peers, leader.node == here))
         return (await _first_error([opened], self._places))[0]
 
@@ -155,6 +203,8 @@ class RankGroup:
         assert self._connection is not None
         while not (report := await self._connection.receive_async(Loading)).ended:
             self._loaded = (report.done_bytes, report.total_bytes)
+            is_last = report.done_bytes == report.total_bytes
+            self._enter(*(("warm up", "warmup_s") if is_last else ("load",)))
 
     @property
     def loaded_bytes(self) -> tuple[int, int]:
@@ -173,7 +223,7 @@ class RankGroup:
         ]
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        self._stage = method
+        self._enter(method)
         calls = [
             _value(getattr(actor, method).remote(*args))
             for actor, args in zip(self._actors, arguments, strict=True)
@@ -187,13 +237,18 @@ class RankGroup:
 
     async def event(self) -> StepEvent:
         assert self._connection is not None
-        return await self._connection.receive_async(StepEvent)
+        try:
+            return await self._connection.receive_async(StepEvent)
+        except msgspec.DecodeError as error:
+            raise EngineDeadError(f"rank 0 sent what is no step: {error}") from None
 
     async def ended(self) -> EngineDeadError:
         try:
             await _first_error([asyncio.shield(run) for run in self._runs], self._places)
-        except (EngineDeadError, ConfigError) as error:
-            return EngineDeadError(str(error), getattr(error, "detail", ""))
+        except EngineDeadError as error:
+            return error
+        except ConfigError as error:
+            return EngineDeadError(str(error))
         return EngineDeadError("every rank left its loop without being told to")
 
     def stats(self) -> list[dict[str, Any]]:
@@ -218,25 +273,17 @@ class RankGroup:
         await asyncio.gather(*self._runs, return_exceptions=True)
         self._runs = []
         here = ray.get_runtime_context().get_node_id()
+        processes = [place.process for place in self._places.values() if place.node == here]
+        for process in processes:
+            process.kill()  # Ray takes 5 s to kill a process that was stopped
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        for rank, place in enumerate(self._places):
-            while place.node == here and _alive(place.pid):
-                if time.monotonic() > deadline:
-                    log.error("rank %d (pid %d) outlives its kill", rank, place.pid)
-                    break
-                await asyncio.sleep(0.01)
+        while living := [process.pid for process in processes if not process.has_ended()]:
+            if time.monotonic() > deadline:
+                log.error("ranks with pids %s outlive their kill", living)
+                break
+            await asyncio.sleep(0.01)
         if not self._connector.context.closed:
             self._connector.close()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 async def _value(ref: Any) -> Any:
@@ -244,7 +291,7 @@ async def _value(ref: Any) -> Any:
 
 
 async def _first_error(
-    calls: Sequence[Coroutine[Any, Any, T] | asyncio.Future[T]], places: Sequence[Location]
+    calls: Sequence[Coroutine[Any, Any, T] | asyncio.Future[T]], places: Mapping[int, Location]
 ) -> list[T]:
     """The results in rank order; or raises the failure nearest to the cause, as an error of ours.
 
@@ -311,13 +358,16 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def explain(rank: int, error: BaseException, places: Sequence[Location] = ()) -> Exception:
-    """One rank's failure in a line: ConfigError if the user can mend it, else EngineDeadError."""
+def explain(
+    rank: int, error: BaseException, places: Mapping[int, Location] = MappingProxyType({})
+) -> Exception:
+    """One rank's failure in a line: ConfigError if the user can mend it, RanksLostError if the rank
+    died, else EngineDeadError."""
     cause = _cause(error)
-    who = f"rank {rank}" + (f" (pid {places[rank].pid})" if rank < len(places) else "")
+    who = f"rank {rank}" + (f" (pid {places[rank].process.pid})" if rank in places else "")
     if isinstance(cause, RayActorError):
         word = "died" if isinstance(cause, ActorDiedError) else "is unreachable"
-        return EngineDeadError(f"{who} {word}: {_exit_detail(str(cause))}", str(cause))
+        return RanksLostError(f"{who} {word}: {_exit_detail(str(cause))}", str(cause))
     if isinstance(cause, ConfigError) or type(cause).__name__ in USER_ERRORS:
         return ConfigError(f"rank {rank}: {cause}")
     return EngineDeadError(f"{who} failed: {type(cause).__name__}: {cause}", str(error))

@@ -19,6 +19,7 @@ from outrider.actors.ranks.connection import Address, Connection, Connector
 from outrider.actors.ranks.depth import Depth
 from outrider.actors.ranks.loop import RankLoop
 from outrider.actors.ranks.messages import DRIVER, Hello, Loading
+from outrider.actors.ranks.processes import ProcessId
 from outrider.model.config import RunConfig, load_config
 from outrider.parallel.affinity import pin_process
 
@@ -50,7 +51,7 @@ class Location:
 
     node: str
     host: str
-    pid: int
+    process: ProcessId
 
 
 @dataclass(frozen=True, kw_only=True)

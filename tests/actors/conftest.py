@@ -210,6 +210,13 @@ class ThreadRanks:
         with contextlib.suppress(ConnectionError):
             self._connection.send(commands)
 
+    @property
+    def loaded_bytes(self) -> tuple[int, int]:
+        return (0, 0)
+
+    def warnings(self) -> list[str]:
+        return []
+
     async def event(self) -> StepEvent:
         assert self._connection is not None
         event = await self._connection.receive_async(StepEvent)

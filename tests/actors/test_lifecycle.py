@@ -292,7 +292,7 @@ def test_a_killed_driver_ends_every_call_and_its_ranks(
 def test_a_killed_rank_ends_every_call_with_its_name(
     cluster: RunningCluster, planted_tiny: Path
 ) -> None:
-    with mortal_engine(planted_tiny) as (calls, _, ranks):
+    with mortal_engine(planted_tiny, max_losses=0) as (calls, _, ranks):
         os.kill(ranks[1], signal.SIGKILL)
         calls.assert_all_end(rf"rank 1 \(pid {ranks[1]}\) died", within_s=5)
 
@@ -300,7 +300,8 @@ def test_a_killed_rank_ends_every_call_with_its_name(
 def test_the_watchdog_ends_every_call_when_a_rank_is_stopped(
     cluster: RunningCluster, planted_tiny: Path
 ) -> None:
-    with mortal_engine(planted_tiny, watchdog_s=3.0) as (calls, _, ranks):
+    limits_s = {"prefill_s": 3.0, "decode_s": 3.0}
+    with mortal_engine(planted_tiny, **limits_s, max_losses=0) as (calls, _, ranks):
         os.kill(ranks[1], signal.SIGSTOP)
-        says = r"no step for 3 s with 5 requests running \(ray.watchdog_s\); they were killed"
+        says = r"no step for 3 s with 5 requests running \(recovery.\w+_s\); they were killed"
         calls.assert_all_end(says, within_s=15)

@@ -105,7 +105,7 @@ def test_a_spec_travels_to_other_processes() -> None:
         ("model: m\ndevice: gpu", ['device = \'gpu\': must be "cpu" or "cuda" or "npu"']),
         ("model: m\ncache: {num_pages: 0}", ["num_pages = 0: must be an integer", 'or "auto"']),
         ("model: m\ncache: {max_memory_utilization: 1.5}", ["a number, above 0, at most 1"]),
-        ("model: m\nray: {watchdog_s: .nan}", ["ray.watchdog_s = nan", "above 0"]),
+        ("model: m\nrecovery: {decode_s: .nan}", ["recovery.decode_s = nan", "above 0"]),
         ("model: m\nray: {cpus_per_rank: 0}", ["ray.cpus_per_rank = 0", "device cpu"]),
         ("model: m\nparallel: 3", ["parallel = 3: must be a section"]),
         ("model: m\nparallel: {rank_cpus: 0-1}", ["= '0-1': must be a list"]),
@@ -218,7 +218,7 @@ def test_a_set_that_cannot_be_read_is_an_error(text: str) -> None:
         ({"draft_tokens": 16}, r"speculation\.draft_tokens = 16: at most 15 on npu"),
         ({"page_tokens": 16}, r"cache\.page_tokens = 16: must be a multiple of 128 on npu"),
         ({"draft_head": "fp8"}, r"speculation\.draft_head = 'fp8': must be model on npu"),
-        ({"watchdog_s": 200}, r"ray\.collective_timeout_s = 120.0: must exceed ray\.watchdog_s"),
+        ({"decode_s": 200}, r"ray\.collective_timeout_s = 120.0: must exceed recovery\.decode_s"),
     ],
 )
 def test_what_an_npu_cannot_do_names_the_key(keys: dict, says: str) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from outrider.actors.cluster.spec import RecoverySpec
 from outrider.actors.driver.driver import Driver, Text
 from outrider.actors.driver.messages import GenerationRequest
 from outrider.actors.errors import (
@@ -21,6 +23,8 @@ from outrider.actors.errors import (
 )
 from outrider.model.step import Grammar, Sampling
 from tests.actors.conftest import EOS, VOCAB, Counting, ThreadRanks, kept_of, limits
+
+ONE_GROUP = RecoverySpec(max_losses=0)
 
 
 class Letters:
@@ -49,11 +53,12 @@ class Letters:
 async def driving(
     ranks: ThreadRanks | None = None,
     text: Callable[[], Text | None] = Letters,
-    watchdog_s: float = 60.0,
+    recovery: RecoverySpec = ONE_GROUP,
     **changes: Any,
 ) -> AsyncIterator[tuple[Driver, ThreadRanks]]:
+    """A driver over one group of ranks, which is not replaced."""
     ranks = ranks or ThreadRanks([Counting(), Counting()])
-    driver = Driver(limits(**changes), ranks, load_text=text, watchdog_s=watchdog_s)
+    driver = Driver(limits(**changes), lambda: ranks, load_text=text, recovery=recovery)
     await driver.start()
     try:
         yield driver, ranks
@@ -311,12 +316,16 @@ def test_a_failing_rank_ends_every_request_with_its_reason():
 def test_the_watchdog_kills_ranks_that_stand_still():
     async def work() -> None:
         ranks = ThreadRanks([Counting()])
-        async with driving(ranks, watchdog_s=0.3) as (driver, _):
+        limits_s = replace(ONE_GROUP, decode_s=9, prefill_s=0.3)
+        async with driving(ranks, recovery=limits_s) as (driver, _):
             await asyncio.sleep(0.5)  # idle is not standing still
             await driver.generate([ask([1])])
             ranks.runners[0].hang.clear()
             started = time.monotonic()
-            with pytest.raises(EngineDeadError, match=r"no step for 0\.3 s with 1 requests"):
+            with pytest.raises(
+                EngineDeadError,
+                match=r"no step for 0\.3 s with 1 requests running \(recovery.prefill_s",
+            ):
                 await driver.generate([ask([1])])
             assert 0.25 < time.monotonic() - started < 2
             await asyncio.sleep(0.05)
@@ -328,7 +337,7 @@ def test_the_watchdog_kills_ranks_that_stand_still():
 def test_steps_without_tokens_count_as_progress():
     async def work() -> None:
         ranks = ThreadRanks([Counting(chunk=1, step_s=0.02)])
-        async with driving(ranks, watchdog_s=0.25) as (driver, _):
+        async with driving(ranks, recovery=replace(ONE_GROUP, prefill_s=0.25)) as (driver, _):
             started = time.monotonic()
             await driver.generate([ask([1] * 40, max_tokens=1)])
             assert time.monotonic() - started > 0.5
@@ -358,7 +367,7 @@ def test_ranks_that_cannot_start_are_killed_and_the_reason_is_raised():
 
     async def work() -> None:
         ranks = Broken([Counting()])
-        driver = Driver(limits(), ranks)
+        driver = Driver(limits(), lambda: ranks)
         with pytest.raises(EngineDeadError, match="no memory"):
             await driver.start()
         assert ranks.killed
@@ -372,7 +381,7 @@ def test_a_tokenizer_that_cannot_load_ends_the_start():
 
     async def work() -> None:
         ranks = ThreadRanks([Counting()])
-        driver = Driver(limits(), ranks, load_text=broken)
+        driver = Driver(limits(), lambda: ranks, load_text=broken)
         with pytest.raises(ValueError, match="damaged"):
             await driver.start()
         assert ranks.killed

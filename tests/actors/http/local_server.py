@@ -21,7 +21,7 @@ from typing import Any
 import httpx2 as httpx
 import uvicorn
 
-from outrider.actors.cluster.spec import ServeSpec
+from outrider.actors.cluster.spec import RecoverySpec, ServeSpec
 from outrider.actors.driver.assembly import limits_of
 from outrider.actors.driver.driver import Driver
 from outrider.actors.driver.scheduler import Limits
@@ -67,7 +67,8 @@ async def listening(
     """A server over these ranks -> its address, its driver, its endpoints. folder: of the tokenizer
     and the chat template."""
     tokenizer = Tokenizer(folder)
-    driver = Driver(bounds, ranks, load_text=lambda: tokenizer)
+    once = RecoverySpec(max_losses=0)
+    driver = Driver(bounds, lambda: ranks, recovery=once, load_text=lambda: tokenizer)
     await driver.start()
     endpoints = Endpoints(
         driver,

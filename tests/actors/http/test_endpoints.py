@@ -142,7 +142,7 @@ def test_what_drains_too_long_ends_with_an_error_that_says_so() -> None:
 def test_a_dead_engine_is_503_and_ends_streams_with_its_reason() -> None:
     async def work() -> None:
         async with serving(step_s=0.005, max_model_len=200, num_pages=90) as (client, driver, _):
-            ranks: Any = driver._ranks
+            ranks: Any = driver.ranks
             stream = asyncio.ensure_future(
                 events(client, "/v1/completions", **body(max_tokens=150))
             )

@@ -76,7 +76,7 @@ async def server(folder: Path = TINY) -> AsyncIterator[Ask]:
     runner.hang = threading.Event()  # type: ignore[attr-defined] # what ThreadRanks stops by
     run, model, tokenizer = runner.run, runner.model, Tokenizer(folder)
     bounds = limits_of(made(model=str(folder)), model, run)
-    driver = Driver(bounds, ThreadRanks([runner]), load_text=lambda: tokenizer)  # type: ignore
+    driver = Driver(bounds, lambda: ThreadRanks([runner]), load_text=lambda: tokenizer)  # type: ignore
     await driver.start()
     endpoints = Endpoints(driver, tokenizer, serve=ServeSpec(), model="tiny", about=dict)
     transport = httpx.ASGITransport(app=endpoints.app)

@@ -23,6 +23,7 @@ from outrider.actors.ranks.connection import Address, Connection, Connector
 from outrider.actors.ranks.group import both, explain
 from outrider.actors.ranks.loop import RankLoop
 from outrider.actors.ranks.messages import DRIVER, Commands, Hello
+from outrider.actors.ranks.processes import ProcessId
 from outrider.actors.ranks.rank import Location, RankSetup, exchange_hello, settle_pages
 from outrider.model.config import ConfigError, load_config
 from outrider.model.plan import memory_plan
@@ -286,15 +287,15 @@ def test_what_a_user_can_change_stays_a_config_error(error: Exception):
 
 
 def test_any_other_failure_names_rank_pid_and_message_and_keeps_the_traceback():
-    place = Location(node="n", host="h", pid=42)
-    told = explain(0, remote(ZeroDivisionError("by zero")), [place])
+    place = Location(node="n", host="h", process=ProcessId(42, 1))
+    told = explain(0, remote(ZeroDivisionError("by zero")), {0: place})
     assert isinstance(told, EngineDeadError)
     assert str(told) == "rank 0 (pid 42) failed: ZeroDivisionError: by zero"
     assert "long remote traceback" in told.detail
 
 
 def test_a_dead_process_is_told_in_one_line():
-    told = explain(1, ActorDiedError(), [])
+    told = explain(1, ActorDiedError())
     assert isinstance(told, EngineDeadError)
     assert str(told).startswith("rank 1 died: ")
     assert "\n" not in str(told)
