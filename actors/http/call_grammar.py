@@ -83,7 +83,9 @@ class _Rules:
         if self._num_values > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES} schemas of values: make them simpler")
         match schema:
-            case {"$ref": str(reference)} if num_references:
+            case {"$ref": str(reference)}:
+                if not num_references:
+                    raise ValueError(f"more than {MAX_REFERENCES} references to one value")
                 yield from self._values(referred(reference, root), root, num_references - 1)
             case {"anyOf": [_, *_] as several} | {"oneOf": [_, *_] as several}:
                 for one in several:
