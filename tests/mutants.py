@@ -32,6 +32,7 @@ from tests.faults import FAULTS, Fault
 from tests.http_faults import HTTP_FAULTS
 from tests.loading_faults import LOADING_FAULTS
 from tests.recovery_faults import RECOVERY_FAULTS
+from tests.reply_faults import REPLY_FAULTS
 from tests.sampling_faults import SAMPLING_FAULTS
 from tests.security_faults import SECURITY_FAULTS
 
@@ -40,6 +41,7 @@ ALL_FAULTS = (
     *SAMPLING_FAULTS,
     *HTTP_FAULTS,
     *DIALECT_FAULTS,
+    *REPLY_FAULTS,
     *SECURITY_FAULTS,
     *LOADING_FAULTS,
     *CHECKPOINT_FAULTS,

@@ -76,10 +76,8 @@ def as_json(text: str, types: Types) -> str:
     """The value that a model wrote as `text`, in JSON.
 
     What can be read as a value of an allowed type is one, as it is written; anything else is a
-    text. Where only a text is allowed it is one in any case.
+    text, whose quotes belong to it.
     """
-    if types == TEXT:
-        return quoted(text)
     value = text.strip()
     word = WORDS.get(value.lower())
     if word in types:
@@ -89,7 +87,8 @@ def as_json(text: str, types: Types) -> str:
     except (ValueError, RecursionError):
         return quoted(text)
     is_whole = kind == "integer" and "number" in types
-    return value if kind in types or is_whole else quoted(text)
+    is_value = kind != "string" and (kind in types or is_whole)
+    return value if is_value else quoted(text)
 
 
 def quoted(text: str) -> str:

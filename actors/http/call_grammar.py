@@ -73,25 +73,26 @@ class _Rules:
 
     def _parameter(self, tag: str, schema: object, root: Schema) -> str:
         """A rule for a parameter, its tags included."""
-        options = " | ".join(self._values(schema, root, MAX_REFERENCES))
+        options = " | ".join(self._values(schema, root, 0))
         return self._new(f'{tag} ({options}) "\\n"')
 
     def _values(self, schema: object, root: Schema, num_references: int) -> Iterator[str]:
         """What the value may be, each with the tag that closes it."""
         end = f'"\\n{END_PARAMETER}"'
         self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES} schemas of values: make them simpler")
+        if self._num_values > MAX_VALUES or num_references > MAX_REFERENCES:
+            rule = f"at most {MAX_VALUES}, and {MAX_REFERENCES} references to one of them"
+            raise ValueError(f"too many schemas of values: {rule}")
         match schema:
             case {"$ref": str(reference)}:
-                if not num_references:
-                    raise ValueError(f"more than {MAX_REFERENCES} references to one value")
-                yield from self._values(referred(reference, root), root, num_references - 1)
-            case {"anyOf": [_, *_] as several} | {"oneOf": [_, *_] as several}:
+                yield from self._values(referred(reference, root), root, num_references + 1)
+            case (
+                {"anyOf": [_, *_] as several}
+                | {"oneOf": [_, *_] as several}
+                | {"allOf": [_] as several}
+            ):
                 for one in several:
                     yield from self._values(one, root, num_references)
-            case {"allOf": [one]}:
-                yield from self._values(one, root, num_references)
             case {"enum": [_, *_] as values}:
                 yield f"({' | '.join(map(_constant, values))}) {end}"
             case {"const": value}:

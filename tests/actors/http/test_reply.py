@@ -210,6 +210,7 @@ def test_of_several_calls_only_as_many_as_asked_for_are_told() -> None:
         ("text", "</parameter> in <parameter=text>\nit", "</parameter> in <parameter=text>\nit"),
         ("name", "None", None),
         ("name", "nil", "nil"),
+        ("name", '"nil"', '"nil"'),
         ("append", "True", True),
         ("append", "false", False),
         ("append", "maybe", "maybe"),

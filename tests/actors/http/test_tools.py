@@ -139,7 +139,7 @@ def test_a_whole_answer_has_its_parts(form: tuple[Path, str]) -> None:
             )
             (choice,) = answer.choices
             message = choice.message.model_dump()
-            assert message["reasoning_content"] == message["reasoning"] == THOUGHT
+            assert message.get("reasoning_content") == message.get("reasoning") == THOUGHT
             assert message["content"] == "Let me see."
             calls = choice.message.tool_calls
             assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
@@ -236,6 +236,14 @@ def test_fields_that_leave_something_out(form: tuple[Path, str]) -> None:
             assert "weather" in some["message"]["content"]
 
     run(work)
+
+
+def test_with_tool_choice_none_the_model_is_told_of_no_tools(form: tuple[Path, str]) -> None:
+    folder, _ = form
+    for choice, is_told in (("auto", True), ("required", True), (None, True), ("none", False)):
+        said = {"messages": [USER], "tools": TOOLS, "tool_choice": choice}
+        body = parse(ChatBody, json.dumps(said).encode())
+        assert ("<tools>" in chat_text(Tokenizer(folder), body)) == is_told
 
 
 def test_thinking_is_off_where_the_prompt_says_so(form: tuple[Path, str]) -> None:
