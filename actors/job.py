@@ -117,11 +117,11 @@ class JobRunner:
         self, body: ChatBody, prompt: ReadPrompt, done: Completion, usage: dict[str, Any]
     ) -> dict[str, Any]:
         """What the record of a chat says otherwise: `text` is the content of its message."""
-        reply = ChatReply(body, prompt.form)
-        message = reply.message(done.text, done.token_ids, done.finish_reason)
+        reply = ChatReply(body, prompt.form, self._tokenizer)
+        message = reply.message(done)
         text = message.pop("content") or ""
         finish = reply.finish_reason(done.finish_reason)
-        usage = with_reasoning(usage, reply.num_reasoning_tokens(self._tokenizer))
+        usage = with_reasoning(usage, reply.num_reasoning_tokens)
         return {"text": text, **message, "finish_reason": finish, "usage": usage}
 
     def _read(self, line: InputLine) -> tuple[Settings, ReadPrompt]:

@@ -10,6 +10,7 @@ from tests.faults import Fault
 TOKENS = "tests/actors/http/test_tokens.py::test_"
 RESPONSES = "tests/actors/http/test_responses_dialect.py::test_"
 MESSAGES = "tests/actors/http/test_messages_dialect.py::test_"
+BLOCKS = "tests/actors/http/test_dialect_tools.py::test_a_message_has_a_block_for_each_part[tags]"
 
 DIALECT_FAULTS = (
     Fault(
@@ -43,7 +44,7 @@ DIALECT_FAULTS = (
     Fault(
         "a response cut by its limit is called completed",
         "actors/http/dialects/responses_writer.py",
-        '"incomplete" if was_cut else "completed"',
+        '"incomplete" if part.finish_reason == "length" else "completed"',
         '"completed"',
         RESPONSES + "a_stream_tells_each_item_from_its_beginning_to_its_end",
     ),
@@ -74,6 +75,34 @@ DIALECT_FAULTS = (
         "elif part.stop_string is not None:",
         "elif False:",
         MESSAGES + "the_reason_of_an_end_is_told",
+    ),
+    Fault(
+        "a call of a tool is told as the end of the turn",
+        "actors/http/dialects/messages_writer.py",
+        '"tool_use" if has_calls else',
+        '"end_turn" if has_calls else',
+        BLOCKS,
+    ),
+    Fault(
+        "a call goes on in the item of the one before",
+        "actors/http/dialects/responses_writer.py",
+        'self._open("function_call", call_id',
+        'self._pieces or self._open("function_call", call_id',
+        "tests/actors/http/test_dialect_tools.py::test_a_response_has_an_item_for_each_part[tags]",
+    ),
+    Fault(
+        "tokens of thoughts are not counted",
+        "actors/http/reply_reader.py",
+        "self._token_ids += part.token_ids",
+        "pass",
+        "tests/actors/http/test_dialect_tools.py::test_a_response_has_an_item_for_each_part[json]",
+    ),
+    Fault(
+        "an empty thought is a turn of its own",
+        "actors/http/dialects/responses_body.py",
+        'ReasoningItem(text=""):',
+        'ReasoningItem(text="-"):',
+        RESPONSES + "items_become_the_messages_of_a_chat",
     ),
     Fault(
         "a key in x-api-key is not taken",

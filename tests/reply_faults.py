@@ -49,8 +49,8 @@ REPLY_FAULTS = (
     ),
     Fault(
         "a call that max_tokens cuts is closed",
-        "actors/http/chat_reply.py",
-        'was_cut=finish == "length"',
+        "actors/http/reply_reader.py",
+        'was_cut=part.finish_reason == "length"',
         "was_cut=False",
         TOOLS + "deltas_add_up_to_the_whole_wherever_max_tokens_cuts[tags]",
     ),
@@ -63,7 +63,7 @@ REPLY_FAULTS = (
     ),
     Fault(
         "all tokens count as thought",
-        "actors/http/chat_reply.py",
+        "actors/http/reply_reader.py",
         "if at >= end:",
         "if at < 0:",
         TOOLS + "a_whole_answer_has_its_parts[tags]",

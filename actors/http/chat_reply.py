@@ -1,53 +1,42 @@
 """One reply of a chat in OpenAI's form: the message of a whole answer, the deltas of a stream.
 
-    text -> ReplyParser -> events -> deltas: reasoning_content, content, tool_calls, in this order
-    text, finish_reason -> message
+    Chunk -> ReplyReader -> events -> deltas: reasoning_content, content, tool_calls, in this order
+    Completion -> message
 A delta is what its name says: all deltas of a stream, put together, are the message.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 from typing import Any
 
+from outrider.actors.driver.messages import Chunk, Completion
 from outrider.actors.http.calls import ArgumentsPiece, CallBegins, CallEnds
 from outrider.actors.http.chats import ChatBody
-from outrider.actors.http.reply import Content, Event, Reasoning, ReplyParser, assemble
+from outrider.actors.http.reply import Content, Event, Reasoning, assemble
+from outrider.actors.http.reply_reader import ReplyReader
 from outrider.model.reply_form import ReplyForm
 from outrider.model.text import Tokenizer
 
 Delta = dict[str, Any]
 
 
-def reply_parser(body: ChatBody, form: ReplyForm) -> ReplyParser:
-    """A parser for one reply to this chat."""
-    use = body.tool_use
-    return ReplyParser(
-        form, use.schemas, max_calls=use.max_calls, calls_in_thought=not use.is_forced
-    )
-
-
 class ChatReply:
     """Of one choice. Either `message` is asked for once, or `deltas` for every piece of text."""
 
-    def __init__(self, body: ChatBody, form: ReplyForm) -> None:
+    def __init__(self, body: ChatBody, form: ReplyForm, tokenizer: Tokenizer | None) -> None:
         self._with_reasoning = body.include_reasoning
-        self._with_special = not body.skip_special_tokens
-        self._parser = reply_parser(body, form)
+        self._reader = ReplyReader(body, form, tokenizer)
         self._num_calls = 0
-        self._token_ids: list[int] = []
 
-    def deltas(self, text: str, token_ids: Iterable[int], finish: str | None) -> list[Delta]:
-        """What the text adds to the message. finish: why it is the last one; None: it is not."""
-        self._token_ids += token_ids
-        told = [self._delta(event) for event in self._events(text, finish)]
+    def deltas(self, chunk: Chunk) -> list[Delta]:
+        """What the chunk adds to the message."""
+        told = [self._delta(event) for event in self._reader.read(chunk)]
         return [delta for delta in told if delta]
 
-    def message(self, text: str, token_ids: Iterable[int], finish: str) -> dict[str, Any]:
+    def message(self, answer: Completion) -> dict[str, Any]:
         """The message, but for its role."""
-        self._token_ids += token_ids
-        reply = assemble(self._events(text, finish))
+        reply = assemble(self._reader.read(answer))
         self._num_calls = len(reply.calls)
         message: dict[str, Any] = {"content": reply.content}
         if reply.reasoning:
@@ -61,19 +50,10 @@ class ChatReply:
         """OpenAI's word for the end of an answer."""
         return "tool_calls" if finish == "stop" and self._num_calls else finish
 
-    def num_reasoning_tokens(self, tokenizer: Tokenizer | None) -> int:
-        """Tokens of the thought, with its tags."""
-        end, at = self._parser.num_thought_characters, 0
-        if end is not None and tokenizer is not None:
-            for count, token in enumerate(self._token_ids):
-                if at >= end:
-                    return count
-                at += tokenizer.num_characters(token, special=self._with_special)
-        return len(self._token_ids) if end != 0 else 0
-
-    def _events(self, text: str, finish: str | None) -> list[Event]:
-        events = self._parser.push(text)
-        return events + (self._parser.finish(was_cut=finish == "length") if finish else [])
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the thought so far, with its tags."""
+        return self._reader.num_reasoning_tokens
 
     def _delta(self, event: Event) -> Delta:
         match event:

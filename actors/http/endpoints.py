@@ -29,7 +29,6 @@ from outrider.actors.http.bodies import (
     BodyLimits,
     CompletionBody,
 )
-from outrider.actors.http.chat_reply import reply_parser
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.dialects.body import DialectT
 from outrider.actors.http.dialects.messages_body import CountTokensBody, MessagesBody
@@ -45,7 +44,7 @@ from outrider.actors.http.middleware import (
 )
 from outrider.actors.http.prompts import PromptEncoder
 from outrider.actors.http.reading import BodyReader
-from outrider.actors.http.reply import ReplyParser
+from outrider.actors.http.reply_reader import ReplyReader
 from outrider.actors.http.responses import ResponseWriter
 from outrider.actors.http.tokens import DetokenizeBody, TokenizeBody
 from outrider.actors.http.writing import AnswerWriter
@@ -116,6 +115,7 @@ class Endpoints:
             ("/v1/completions", self._completions),
             ("/v1/chat/completions", self._chat),
             ("/v1/responses", self._responses),
+            ("/v1/responses/input_tokens", self._input_tokens),
             ("/v1/messages", self._messages),
             ("/v1/messages/count_tokens", self._count_tokens),
             ("/tokenize", self._tokenize),
@@ -129,6 +129,7 @@ class Endpoints:
             "/v1/completions": CompletionBody,
             "/v1/chat/completions": ChatBody,
             "/v1/responses": ResponsesBody,
+            "/v1/responses/input_tokens": ResponsesBody,
             "/v1/messages": MessagesBody,
             "/v1/messages/count_tokens": CountTokensBody,
             "/tokenize": TokenizeBody,
@@ -217,14 +218,14 @@ class Endpoints:
     async def _responses(self, request: Request) -> Response:
         defaults = {**DEFAULTS, **self._driver.limits.sampling_defaults}
 
-        def writer(body: ResponsesBody, parser: ReplyParser) -> AnswerWriter:
-            return ResponsesWriter(body, self._model, parser, defaults)
+        def writer(body: ResponsesBody, reader: ReplyReader) -> AnswerWriter:
+            return ResponsesWriter(body, self._model, reader, defaults)
 
         return await self._in_dialect(request, ResponsesBody, writer)
 
     async def _messages(self, request: Request) -> Response:
-        def writer(body: MessagesBody, parser: ReplyParser) -> AnswerWriter:
-            return MessagesWriter(self._model, parser)
+        def writer(body: MessagesBody, reader: ReplyReader) -> AnswerWriter:
+            return MessagesWriter(self._model, reader)
 
         return await self._in_dialect(request, MessagesBody, writer)
 
@@ -232,7 +233,7 @@ class Endpoints:
         self,
         request: Request,
         kind: type[DialectT],
-        writer: Callable[[DialectT, ReplyParser], AnswerWriter],
+        writer: Callable[[DialectT, ReplyReader], AnswerWriter],
     ) -> Response:
         """A chat in other words. writer: writes the answer to a body in these words."""
         self._answers.check_draining()
@@ -240,7 +241,7 @@ class Endpoints:
         self._check_model(body.model)
         try:
             prompt = await self._prompts.encode_chat(body.chat)
-            answer = writer(body, reply_parser(body.chat, prompt.form))
+            answer = writer(body, ReplyReader(body.chat, prompt.form, self._tokenizer))
             return await self._answers.answer(
                 request, body.chat, answer, [prompt.ids], "messages", grammar=prompt.grammar
             )
@@ -251,6 +252,12 @@ class Endpoints:
         body = await self._bodies.read(CountTokensBody, await request.body())
         self._check_model(body.model)
         return json_response({"input_tokens": await self._prompts.count_chat(body.chat)})
+
+    async def _input_tokens(self, request: Request) -> Response:
+        body = await self._bodies.read(ResponsesBody, await request.body())
+        self._check_model(body.model)
+        count = await self._prompts.count_chat(body.chat)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(TokenizeBody, await request.body())

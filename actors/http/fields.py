@@ -42,7 +42,7 @@ UNUSED: Mapping[str, frozenset[str]] = {
     "ToolResultBlock": frozenset({"cache_control", "is_error"}),
     "StreamOptions": frozenset({"include_obfuscation"}),
     "Message": frozenset({"annotations", "cache_control", "id", "provider_specific_fields"}),
-    "Part": frozenset({"annotations", "cache_control", "id"}),
+    "Part": frozenset({"annotations", "cache_control", "id", "logprobs"}),
     "ChatTool": frozenset({"cache_control"}),
     "ToolFunction": frozenset({"strict"}),
     "ToolCall": frozenset({"index", "provider_specific_fields"}),

@@ -90,7 +90,7 @@ class ResponseWriter:
             if is_first:
                 choices.append({"delta": {"role": self.role, "content": ""}} | silent | prompt)
             reply = self._reply(index)
-            deltas = reply.deltas(chunk.text, chunk.token_ids, finish)
+            deltas = reply.deltas(chunk)
             deltas = ([{"content": echo}] if echo else []) + deltas
             if has_news and not deltas and (logprobs or ids):
                 deltas = [{"content": ""}]
@@ -131,7 +131,7 @@ class ResponseWriter:
         choice: dict[str, Any] = {"index": index}
         if self.chat:
             reply = self._reply(index)
-            message = reply.message(answer.text, answer.token_ids, finish)
+            message = reply.message(answer)
             if echo:
                 message["content"] = echo + (message["content"] or "")
             choice["message"] = {"role": self.role, **message}
@@ -150,14 +150,14 @@ class ResponseWriter:
         """The reply that this choice of a chat is."""
         if index not in self._replies:
             assert isinstance(self.body, ChatBody)
-            self._replies[index] = ChatReply(self.body, self.form)
+            self._replies[index] = ChatReply(self.body, self.form, self.tokenizer)
         return self._replies[index]
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """With the tokens of the thoughts, of a chat."""
         if not self.chat:
             return usage
-        count = sum(one.num_reasoning_tokens(self.tokenizer) for one in self._replies.values())
+        count = sum(one.num_reasoning_tokens for one in self._replies.values())
         return with_reasoning(usage, count)
 
     def _object(self, chat_object: str, choices: Sequence[Any]) -> dict[str, Any]:

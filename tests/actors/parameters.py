@@ -22,7 +22,7 @@ NOT_OF_THE_ANSWER = {
     "max_completion_tokens", "best_of", "bad_words", "priority", "truncate_prompt_tokens",
     "include_stop_str_in_output", "skip_special_tokens", "return_tokens_as_token_ids",
     "reasoning_effort", "thinking", "enable_thinking", "chat_template", "add_generation_prompt",
-    "continue_final_message",
+    "continue_final_message", "tools", "tool_choice", "parallel_tool_calls", "include_reasoning",
 }  # fmt: skip
 """Fields that pick no other token, or change prompts; those that can be seen have other tests."""
 

@@ -1,6 +1,6 @@
 """How an answer is written to /v1/messages: one message of blocks, or the events that build it.
 
-    Chunk -> ReplyParser -> thought, content, calls -> blocks -> events      all blocks -> a message
+    Chunk -> ReplyReader -> thought, content, calls -> blocks -> events      all blocks -> a message
 A block is a thought, a text or a call of a tool; one is open at a time. A whole answer takes the
 same way as a stream, and its events are dropped. Errors have a form of their own too.
 """
@@ -18,7 +18,8 @@ from outrider.actors.driver.messages import Chunk, Completion
 from outrider.actors.http import reply
 from outrider.actors.http.bodies import ApiError
 from outrider.actors.http.calls import ArgumentsPiece, CallBegins, CallEnds
-from outrider.actors.http.reply import Content, Reasoning, ReplyParser
+from outrider.actors.http.reply import Content, Reasoning
+from outrider.actors.http.reply_reader import ReplyReader
 from outrider.actors.http.writing import Event
 
 ERRORS: Mapping[int, str] = {
@@ -40,8 +41,8 @@ class MessagesWriter:
 
     stream_end = b""
 
-    def __init__(self, model: str, parser: ReplyParser) -> None:
-        self._model, self._parser = model, parser
+    def __init__(self, model: str, reader: ReplyReader) -> None:
+        self._model, self._reader = model, reader
         self._id = _new_id("msg")
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False
@@ -55,7 +56,7 @@ class MessagesWriter:
     def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> bytes:
         (answer,) = answers
         self._read(answer)
-        return msgspec.json.encode(self._message(_usage(usage)))
+        return msgspec.json.encode(self._message(self._usage(usage)))
 
     def events(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[Event]:
         self._begin(len(prompt_ids))
@@ -63,7 +64,7 @@ class MessagesWriter:
         return self._taken()
 
     def last_events(self, usage: dict[str, Any]) -> list[Event]:
-        self._tell("message_delta", delta=self._ended, usage=_usage(usage))
+        self._tell("message_delta", delta=self._ended, usage=self._usage(usage))
         self._tell("message_stop")
         return self._taken()
 
@@ -79,17 +80,14 @@ class MessagesWriter:
 
     def _read(self, part: Chunk | Completion) -> None:
         """More of the answer."""
-        for event in self._parser.push(part.text):
+        for event in self._reader.read(part):
             self._say(event)
         if part.finish_reason is None:
             return
-        was_cut = part.finish_reason == "length"
-        for event in self._parser.finish(was_cut=was_cut):
-            self._say(event)
         self._close()
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
         self._ended["stop_sequence"] = part.stop_string
-        if was_cut:
+        if part.finish_reason == "length":
             self._ended["stop_reason"] = "max_tokens"
         elif part.stop_string is not None:
             self._ended["stop_reason"] = "stop_sequence"
@@ -158,6 +156,18 @@ class MessagesWriter:
             "usage": usage,
         }
 
+    def _usage(self, told: dict[str, Any]) -> dict[str, Any]:
+        """`usage` in the words of this API. told: as responses.usage_of."""
+        cached = told.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": told["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": told["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self._reader.num_reasoning_tokens},
+            "speculation": told["speculation"],
+        }
+
 
 def error_object(error: ApiError) -> dict[str, Any]:
     """An error in the form of this API."""
@@ -173,18 +183,6 @@ def _arguments(text: str) -> dict[str, Any]:
         return json.loads(text)
     except ValueError:
         return {}
-
-
-def _usage(told: dict[str, Any]) -> dict[str, Any]:
-    """`usage` in the words of this API. told: as responses.usage_of."""
-    cached = told.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    return {
-        "input_tokens": told["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": told["completion_tokens"],
-        "speculation": told["speculation"],
-    }
 
 
 def _new_id(prefix: str) -> str:

@@ -171,6 +171,8 @@ class ResponsesBody(DialectBody):
     parallel_tool_calls: bool = True
     include: list[Annotated[str, BeforeValidator(_include)]] = []
     metadata: dict[str, Any] = {}
+    structured_outputs: Any = None
+    """As a chat has it: a grammar beside those of text.format."""
     previous_response_id: Annotated[None, BeforeValidator(_keeps_nothing)] = None
     conversation: Annotated[None, BeforeValidator(_keeps_nothing)] = None
 
@@ -179,8 +181,9 @@ class ResponsesBody(DialectBody):
             "messages": self._messages(),
             "max_tokens": self.max_output_tokens,
             "response_format": self._response_format(),
+            "structured_outputs": self.structured_outputs,
             "reasoning_effort": self.reasoning.effort,
-            "tools": [self._chat_tool(tool) for tool in self.tools] or None,
+            "tools": [_nested(tool.model_dump(exclude_none=True)) for tool in self.tools] or None,
             "tool_choice": self._chat_tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
@@ -192,6 +195,8 @@ class ResponsesBody(DialectBody):
             said.append({"role": "system", "content": self.instructions})
         for item in self.input:
             match item:
+                case ReasoningItem(text=""):
+                    pass
                 case ReasoningItem():
                     _reply(said, has=("content", "tool_calls"))["reasoning_content"] = item.text
                 case FunctionCall():
@@ -213,15 +218,22 @@ class ResponsesBody(DialectBody):
         schema = {"json_schema": said} if said["type"] == "json_schema" else {}
         return {"type": said.pop("type"), **schema}
 
-    def _chat_tool(self, tool: FunctionTool) -> dict[str, Any]:
-        function = tool.model_dump(exclude={"type"}, exclude_none=True)
-        return {"type": "function", "function": function}
-
     def _chat_tool_choice(self) -> Any:
         match self.tool_choice:
-            case {"type": "function", "name": str(name), **rest} if not rest:
-                return {"type": "function", "function": {"name": name}}
+            case {"type": "function", "name": str()} as one:
+                return _nested(one)
+            case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+                allowed = {"mode": mode, "tools": [_nested(tool) for tool in tools]}
+                return {"type": "allowed_tools", "allowed_tools": allowed}
         return self.tool_choice
+
+
+def _nested(function: Any) -> Any:
+    """A function as chats have it, whose fields stand in a part of it; anything else as it is."""
+    match function:
+        case {"type": "function", **fields}:
+            return {"type": "function", "function": fields}
+    return function
 
 
 def _reply(said: list[dict[str, Any]], *, has: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How an answer is written to /v1/responses: one object of items, or the events that build it.
 
-    Chunk -> ReplyParser -> thought, content, calls -> items -> events      all items -> the object
+    Chunk -> ReplyReader -> thought, content, calls -> items -> events      all items -> the object
 An item is a thought, a message or a call of a function; one is open at a time. A whole answer takes
 the same way as a stream, and its events are dropped.
 """
@@ -19,7 +19,8 @@ from outrider.actors.http import reply
 from outrider.actors.http.bodies import ApiError
 from outrider.actors.http.calls import ArgumentsPiece, CallBegins, CallEnds
 from outrider.actors.http.dialects.responses_body import ResponsesBody
-from outrider.actors.http.reply import Content, Reasoning, ReplyParser
+from outrider.actors.http.reply import Content, Reasoning
+from outrider.actors.http.reply_reader import ReplyReader
 from outrider.actors.http.writing import Event
 
 PARTS: Mapping[str, Mapping[str, Any]] = {
@@ -38,11 +39,11 @@ class ResponsesWriter:
         self,
         body: ResponsesBody,
         model: str,
-        parser: ReplyParser,
+        reader: ReplyReader,
         defaults: Mapping[str, float],
     ) -> None:
         """defaults: what the request gets for the fields that it leaves open."""
-        self._body, self._model, self._parser, self._defaults = body, model, parser, defaults
+        self._body, self._model, self._reader, self._defaults = body, model, reader, defaults
         self._id, self._created_s = _new_id("resp"), int(time.time())
         self._status = "in_progress"
         self._items: list[dict[str, Any]] = []
@@ -55,12 +56,12 @@ class ResponsesWriter:
 
     def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> bytes:
         (answer,) = answers
-        self._read(answer.text, answer.finish_reason)
+        self._read(answer)
         return msgspec.json.encode(self._response(usage))
 
     def events(self, index: int, chunk: Chunk, prompt_ids: Sequence[int]) -> list[Event]:
         self._begin()
-        self._read(chunk.text, chunk.finish_reason)
+        self._read(chunk)
         return self._taken()
 
     def last_events(self, usage: dict[str, Any]) -> list[Event]:
@@ -84,18 +85,15 @@ class ResponsesWriter:
             for kind in ("created", "in_progress"):
                 self._tell(kind, response=self._response(None))
 
-    def _read(self, text: str, finish: str | None) -> None:
+    def _read(self, part: Chunk | Completion) -> None:
         """More of the answer."""
-        for event in self._parser.push(text):
+        for event in self._reader.read(part):
             self._say(event)
-        if finish is None:
+        if part.finish_reason is None:
             return
-        was_cut = finish == "length"
-        for event in self._parser.finish(was_cut=was_cut):
-            self._say(event)
         if not self._items:
             self._open("message", role="assistant", content=[])
-        self._status = "incomplete" if was_cut else "completed"
+        self._status = "incomplete" if part.finish_reason == "length" else "completed"
         self._close(self._status)
 
     def _say(self, event: reply.Event) -> None:
@@ -198,23 +196,21 @@ class ResponsesWriter:
             "tools": [tool.model_dump() for tool in body.tools],
             "top_logprobs": 0,
             "truncation": "disabled",
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else self._usage(usage),
             "user": body.user,
         }
 
-
-def _usage(told: dict[str, Any]) -> dict[str, Any]:
-    """`usage` in the words of this API. told: as responses.usage_of."""
-    cached = told.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    thought = told["completion_tokens_details"].get("reasoning_tokens", 0)
-    return {
-        "input_tokens": told["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": told["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": told["total_tokens"],
-        "speculation": told["speculation"],
-    }
+    def _usage(self, told: dict[str, Any]) -> dict[str, Any]:
+        """`usage` in the words of this API. told: as responses.usage_of."""
+        cached = told.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": told["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": told["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._reader.num_reasoning_tokens},
+            "total_tokens": told["total_tokens"],
+            "speculation": told["speculation"],
+        }
 
 
 def _new_id(prefix: str) -> str:

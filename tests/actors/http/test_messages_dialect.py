@@ -57,6 +57,7 @@ def test_the_answer_is_that_of_a_chat_whole_and_streamed() -> None:
                 "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
             }  # fmt: skip
             assert got["usage"].pop("speculation")["drafted_tokens"] > 0
+            assert got["usage"].pop("output_tokens_details") == {"thinking_tokens": 0}
             assert got == {
                 "id": got["id"], "type": "message", "role": "assistant", "model": "tiny",
                 "content": [{"type": "text", "text": text}], "stop_reason": "max_tokens",

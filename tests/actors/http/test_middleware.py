@@ -136,6 +136,7 @@ def test_the_api_describes_itself_unless_there_are_keys() -> None:
         for path, name in (
             ("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody"),
             ("/v1/responses", "ResponsesBody"), ("/v1/messages", "MessagesBody"),
+            ("/v1/responses/input_tokens", "ResponsesBody"),
             ("/v1/messages/count_tokens", "CountTokensBody"), ("/tokenize", "TokenizeBody"),
             ("/detokenize", "DetokenizeBody"),
         ):  # fmt: skip

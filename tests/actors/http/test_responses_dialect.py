@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from outrider.actors.http.bodies import ApiError
 from outrider.actors.http.dialects.responses_body import ResponsesBody
 from outrider.actors.http.parsing import validated
+from outrider.model.step import Grammar
 from tests.actors.http.local_server import run, serving
 
 ROOM: dict[str, Any] = {"vocab_size": 5000, "max_model_len": 256, "num_pages": 100}
@@ -186,6 +187,8 @@ def test_items_become_the_messages_of_a_chat() -> None:
     assert conversation(input="hi") == [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]}
     ]
+    empty = {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": None}
+    assert conversation(input=[USER, empty]) == conversation(input=[USER])
 
 
 class City(BaseModel):
@@ -208,6 +211,28 @@ def test_a_format_of_the_text_is_a_grammar_of_the_answer() -> None:
         assert body.chat_fields()["response_format"] == right
         body.check(None)
         assert (body.chat.grammar is None) == (given["type"] == "text")
+    own = {"input": "a", "structured_outputs": {"regex": "a+"}}
+    body = validated(ResponsesBody, own, None)
+    body.check(None)
+    assert body.chat.grammar == Grammar("regex", "a+")
+    both = validated(ResponsesBody, own | {"text": {"format": {"type": "json_object"}}}, None)
+    with pytest.raises(ApiError, match=r"response_format and structured_outputs: .* give one"):
+        both.check(None)
+
+
+def test_a_prompt_is_counted_without_an_answer() -> None:
+    async def work() -> None:
+        async with asking() as (client, own):
+            how: dict[str, Any] = {"model": "tiny", "input": [USER], "instructions": "Be brief."}
+            whole = await own.responses.create(**how, max_output_tokens=2)
+            count = await own.responses.input_tokens.count(**how)
+            assert whole.usage is not None
+            assert count.input_tokens == whole.usage.input_tokens
+            assert count.object == "response.input_tokens"
+            stats = (await client.get("/v1/stats")).json()
+            assert stats["requests_submitted"] == 1
+
+    run(work)
 
 
 ACCEPTED: dict[str, Any] = {
