@@ -9,6 +9,7 @@ from tests.faults import Fault
 
 SECURITY = "tests/actors/http/test_security.py::test_"
 ESCAPING = "tests/model/test_escaping.py::test_"
+READING = "tests/actors/http/test_reading.py::test_"
 
 SECURITY_FAULTS = (
     Fault(
@@ -24,5 +25,12 @@ SECURITY_FAULTS = (
         "if any(tail in self._starts for tail in tails):",
         "if not text:",
         ESCAPING + "texts_that_a_template_puts_together_make_no_token",
+    ),
+    Fault(
+        "refused bodies keep their memory",
+        "actors/http/reading.py",
+        "refusal.__context__ = None",
+        "refusal.__context__ = error.__context__",
+        READING + "refused_bodies_leave_no_memory_behind",
     ),
 )

@@ -91,3 +91,25 @@ def test_the_process_ends_with_one_that_is_killed() -> None:
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+def test_refused_bodies_leave_no_memory_behind() -> None:
+    """The errors of one such body take 400 MB."""
+    names = ",".join(f'"{i}":1' for i in range(330_000))
+    data = f'{{"prompt": "a", {names}}}'.encode()
+    assert len(data) < 4 << 20
+
+    async def work() -> None:
+        reader = BodyReader(LIMITS)
+        try:
+            await reader.read(CompletionBody, LARGE)
+            process = reader_process(reader)
+            before = process.memory_info().rss
+            for _ in range(3):
+                with pytest.raises(ApiError, match="and 329980 more"):
+                    await reader.read(CompletionBody, data)
+            assert process.memory_info().rss - before < 100 << 20
+        finally:
+            reader.close()
+
+    asyncio.run(work())
