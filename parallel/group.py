@@ -14,6 +14,8 @@ import mmap
 import os
 import platform
 import secrets
+import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -98,6 +100,8 @@ class Group:
     one_shot: OneShotBuffers | None = None
     two_shot: TwoShotBuffers | None = None
     """Both are set where kernels of the ranks can write to each other's memory."""
+    keeps_store: bool = False
+    """Whether it uses the store where its ranks have met after they have."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, in x's shape and dtype. x may be overwritten."""
@@ -146,6 +150,8 @@ def threads(size: int, timeout_s: float = 60.0) -> list[Group]:
 
 class ProcessGroup(Group):
     """Ranks that are processes and communicate through torch.distributed."""
+
+    keeps_store = True
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float):
         self.rank, self.size = rank, size
@@ -264,7 +270,7 @@ class SharedMemoryGroup(Group):
             store.set("shm/path", str(path))
         else:
             path = Path(store.get("shm/path").decode())
-            fd = os.open(path, os.O_RDWR)
+            fd = _open_segment(path, total)
         self._map = mmap.mmap(fd, total)
         os.close(fd)
         store.add("shm/mapped", 1)
@@ -333,10 +339,17 @@ def shm_available() -> bool:
 
 
 def host_store(host: str, timeout_s: float = 60.0) -> dist.TCPStore:
-    """A rendezvous that rank 0 hosts: it listens on `host`, at a port that the system picks
+    """A rendezvous that rank 0 hosts: it listens on `host` alone, at a port that the system picks
     (`.port`)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)  # by itself it takes all addresses
     return dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -345,6 +358,12 @@ def join_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
     return dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def hidden_in(store: dist.Store, secret: str) -> dist.Store:
+    """The part of a store whose keys only holders of `secret` can name: whoever else reaches the
+    port can neither read nor change them."""
+    return dist.PrefixStore(secret, store)
 
 
 def connect(
@@ -367,6 +386,23 @@ def connect(
     if kind == "peer":
         return PeerGroup(store, rank, size, timeout_s)
     return ProcessGroup(kind, store, rank, size, timeout_s)
+
+
+def _open_segment(path: Path, num_bytes: int) -> int:
+    """Open the shared memory that rank 0 made. CollectiveError unless it is a file of this user, of
+    this size, that nobody else may open."""
+    if path.parent != SHM_DIR or not path.name.startswith("outrider-"):
+        raise CollectiveError(f"{path}: not a segment of shared memory of a rank")
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    about = os.fstat(fd)
+    ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+    if not ours or stat.S_IMODE(about.st_mode) != 0o600 or about.st_size != num_bytes:
+        os.close(fd)
+        raise CollectiveError(
+            f"{path}: rank 0 makes a file of this user, mode 0600, {num_bytes} bytes; this one has "
+            f"user {about.st_uid}, mode {stat.filemode(about.st_mode)}, {about.st_size} bytes"
+        )
+    return fd
 
 
 def _wait_for_count(store: dist.Store, key: str, count: int, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ process is pinned, so that its threads inherit the CPU range.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from outrider.parallel.affinity import pin_process
 
 if TYPE_CHECKING:
     from outrider.parallel.group import Group
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class Rendezvous:
 
     host: str
     store_port: int
+    secret: str
+    """Names the group's part of the store. It travels over Ray only."""
     inbox: Address
     """The driver's connection."""
     relays: tuple[Address, ...]
@@ -94,17 +99,20 @@ class Rank:
 
         host: this machine's address. peers: of each follower, whether it is on this machine.
         """
-        from outrider.parallel.group import host_store
+        from outrider.parallel.group import hidden_in, host_store
 
-        bind = "127.0.0.1" if all(peers) else host
-        self._store = host_store(bind)
+        bind = LOOPBACK if all(peers) else host
+        server, secret = host_store(bind), secrets.token_hex(16)
+        self._store = hidden_in(server, secret)
         self._inbox, inbox = self._connector.listen(None if driver_here else host)
         relays = []
         for here in peers:
             connection, address = self._connector.listen(None if here else host)
             self._relays.append(connection)
             relays.append(address)
-        return Rendezvous(host=bind, store_port=self._store.port, inbox=inbox, relays=tuple(relays))
+        return Rendezvous(
+            host=bind, store_port=server.port, secret=secret, inbox=inbox, relays=tuple(relays)
+        )
 
     def connect(self, rendezvous: Rendezvous, index: int) -> int:
         """Greet all peers, claim device `index`, join the collective group.
@@ -112,7 +120,7 @@ class Rank:
         -> the KV pages that this rank has room for. ConfigError when they are too few.
         """
         from outrider.parallel.devices import claim_device, collective_kind
-        from outrider.parallel.group import alone, connect, join_store
+        from outrider.parallel.group import alone, connect, hidden_in, join_store
 
         setup = self.setup
         hello = Hello(rank=setup.rank)
@@ -132,8 +140,11 @@ class Rank:
             self._group = alone()
             return pages
         if setup.rank != 0:
-            self._store = join_store(rendezvous.host, rendezvous.store_port, setup.timeout_s)
+            server = join_store(rendezvous.host, rendezvous.store_port, setup.timeout_s)
+            self._store = hidden_in(server, rendezvous.secret)
         kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
+        if rendezvous.host == LOOPBACK:  # gloo would listen at the address of the host's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
         return pages
 
@@ -147,6 +158,8 @@ class Rank:
         from outrider.parallel.devices import open_device
 
         assert self._group is not None
+        if not self._group.keeps_store:  # every rank has connected: nobody asks for it any more
+            self._store = None
         self._set_threads()
         device = open_device(self.setup.device, self._index, self._group)
         run = replace(self.setup.run, num_pages=num_pages)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -115,6 +117,40 @@ def test_a_rank_that_never_connects_leaves_nothing_behind() -> None:
     with pytest.raises(group.CollectiveError, match="1 of 2 ranks connected"):
         group.connect(store, 0, 2, "shm", timeout_s=0.2)
     assert not list(Path("/dev/shm").glob("outrider-*"))
+
+
+def test_a_store_listens_on_its_address_alone_and_keeps_its_keys() -> None:
+    server = group.host_store("127.0.0.1")
+    mine = [one for one in psutil.Process().net_connections() if one.laddr[1:] == (server.port,)]
+    listening = [one.laddr.ip for one in mine if one.status == psutil.CONN_LISTEN]
+    assert listening == ["127.0.0.1"]
+    hidden = group.hidden_in(server, "secret")
+    hidden.set("shm/path", "/dev/shm/outrider-x")
+    stranger = group.join_store("127.0.0.1", server.port)
+    assert not stranger.check(["shm/path"])
+    stranger.set("shm/path", "/etc/passwd")
+    assert hidden.get("shm/path") == b"/dev/shm/outrider-x"
+
+
+@pytest.mark.skipif(not group.shm_available(), reason="needs Linux on x86-64")
+@pytest.mark.parametrize("kind", ["mode", "size", "link", "folder", "name"])
+def test_a_rank_opens_no_segment_that_rank_0_did_not_make(kind: str, tmp_path: Path) -> None:
+    num_bytes = 64 * 2 + 2 * 2 * group.SHM_BUFFER_BYTES
+    folder = tmp_path if kind == "folder" else Path("/dev/shm")
+    path = folder / (f"{'other' if kind == 'name' else 'outrider'}-test-{os.getpid()}")
+    target = tmp_path / "target" if kind == "link" else path
+    try:
+        with target.open("wb") as file:
+            file.truncate(num_bytes // 2 if kind == "size" else num_bytes)
+        target.chmod(0o644 if kind == "mode" else 0o600)
+        if kind == "link":
+            path.symlink_to(target)
+        store = group.host_store("127.0.0.1")
+        store.set("shm/path", str(path))
+        with pytest.raises((group.CollectiveError, OSError), match=path.name):
+            group.connect(store, 1, 2, "shm", timeout_s=0.2)
+    finally:
+        path.unlink()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
