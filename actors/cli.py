@@ -234,7 +234,7 @@ def serve(
 
     Requests under way may finish, for serve.drain_timeout_s. A second Ctrl-C ends them.
     """
-    from outrider.actors.cluster.placement import prefer_haproxy
+    from outrider.actors.cluster.haproxy import prefer_haproxy
     from outrider.actors.cluster.reader import load_spec
 
     options = _options(sets, model, draft_tokens, draft_body, tensor_parallel)
@@ -242,11 +242,10 @@ def serve(
     options |= {key: value for key, value in named.items() if value is not None}
     config = config_file(config)
     spec = load_spec(config, options)
-    if spec.serve.haproxy and spec.ray.address is None:
-        prefer_haproxy()
+    instance = prefer_haproxy(spec) if spec.ray.address is None else None
     from outrider.actors.server import run_server
 
-    run_server(config, options)
+    run_server(config, options, instance)
 
 
 @app.command(add_help_option=False, context_settings=PASS_ON)

@@ -24,7 +24,9 @@ from ray.serve import Application
 from starlette.types import ASGIApp
 
 from outrider.actors.cluster.imports import isolate_worker
+from outrider.actors.cluster.loopback import replica_on_loopback
 from outrider.actors.cluster.placement import DRIVER_CPUS, bundles, engines_that_fit
+from outrider.actors.cluster.processes import ignore_sigterm
 from outrider.actors.cluster.reader import load_spec, parse_set
 from outrider.actors.cluster.shares import HostShare, claim_share
 from outrider.actors.cluster.spec import DEFAULT_FILE, Spec
@@ -50,9 +52,14 @@ START_TRIES = 2
 class Replica:
     """One engine behind HTTP."""
 
-    async def __init__(self, spec: Spec, keys: tuple[bytes, ...] = ()) -> None:
-        """spec: from `serving_spec`. keys: SHA-256 digests of the API keys; none: everyone may."""
+    async def __init__(
+        self, spec: Spec, keys: tuple[bytes, ...] = (), instance: str | None = None
+    ) -> None:
+        """spec: from `serving_spec`. keys: SHA-256 digests of the API keys; none: everyone may.
+        instance: from `prefer_haproxy`."""
         isolate_worker()
+        replica_on_loopback()
+        ignore_sigterm()
         _log_beside_serve()
         model_dir, model = spec.open_model()
         share = claim_replica_share(spec)
@@ -83,6 +90,7 @@ class Replica:
             model=spec.serve.model_id or model_dir.name,
             about=self._about,
             keys=keys,
+            instance=instance,
         )
         self._endpoints.start()
         gc.freeze()  # what is loaded stays: looking for garbage in it would hold the loop for 0.3 s
@@ -197,8 +205,8 @@ def api_keys(spec: Spec) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys.values())
 
 
-def application(spec: Spec) -> Application:
-    """The Serve application of a spec from `serving_spec`."""
+def application(spec: Spec, instance: str | None = None) -> Application:
+    """The Serve application of a spec from `serving_spec`. instance: from `prefer_haproxy`."""
     settings, limits = spec.serve, spec.limits
     options: dict[str, Any] = {"num_replicas": settings.num_replicas}
     if settings.max_replicas:
@@ -222,7 +230,7 @@ def application(spec: Spec) -> Application:
         max_constructor_retry_count=START_TRIES,
         **options,
     )
-    return deployment(Replica).bind(spec, api_keys(spec))
+    return deployment(Replica).bind(spec, api_keys(spec), instance)
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -37,6 +37,7 @@ from outrider.actors.cluster.placement import (
     is_private,
     missing,
 )
+from outrider.actors.cluster.processes import killed, sigterm_blocked
 from outrider.actors.cluster.spec import Spec
 from outrider.actors.errors import EngineDeadError
 from outrider.actors.ranks.group import USER_ERRORS
@@ -58,15 +59,20 @@ DRAIN_CALL_S = 10.0
 """Longest wait for the replicas' answer to one such look."""
 
 
-def run_server(config: str | Path | None, overrides: Mapping[str, object]) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends open requests. stdout stays empty."""
+def run_server(
+    config: str | Path | None, overrides: Mapping[str, object], instance: str | None = None
+) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends open requests. stdout stays empty.
+
+    instance: from `prefer_haproxy`.
+    """
     spec = serving_spec(config, overrides)
     model_dir, model = spec.open_model()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     mode = effective_mode(spec.run_config(model, model_dir, 0), model)
     console.say(f"{model_dir.name}: {mode['line']}")
     console.say(f"{model_dir.name}: {spec.describe_defaults(model)}")
-    with contextlib.redirect_stdout(sys.stderr), console.progress(), serving(spec) as url:
+    with contextlib.redirect_stdout(sys.stderr), console.progress(), serving(spec, instance) as url:
         # Not before: ray.init sets a handler of its own.
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         console.say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
@@ -76,17 +82,20 @@ def run_server(config: str | Path | None, overrides: Mapping[str, object]) -> No
 
 
 @contextlib.contextmanager
-def serving(spec: Spec) -> Iterator[str]:
+def serving(spec: Spec, instance: str | None = None) -> Iterator[str]:
     """A server from start to end: yields its URL once it answers. ConfigError, EngineDeadError."""
     model_dir, model = spec.open_model()
-    app = application(spec)
+    app = application(spec, instance if is_private(spec) else None)
     engines = most_replicas(spec)
     if is_private(spec):
         check_port(spec)
+    elif spec.serve.tls:
+        raise spec.error("serve.tls", "needs a cluster of its own (ray.address: null)")
+    if is_private(spec):
         spec.resolve_pages(model, model_dir, rank_memory(spec, free_host_bytes() // engines))
     # Ray lets workers import from the current folder of whoever connects; Serve's own do so before
     # any code of ours runs.
-    with contextlib.chdir(HOME):
+    with contextlib.chdir(HOME), sigterm_blocked():
         cluster = connect_ray(spec, engines=engines)
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -95,7 +104,8 @@ def serving(spec: Spec) -> Iterator[str]:
             raise PlacementError(f"a replica cannot be placed: {why}")
         replicas = _deploy(app, spec)
         try:
-            yield f"http://{spec.serve.host}:{spec.serve.port}/v1"
+            scheme = "https" if spec.serve.tls else "http"
+            yield f"{scheme}://{spec.serve.host}:{spec.serve.port}/v1"
         finally:
             drain(replicas, spec.serve.drain_timeout_s)
     finally:
@@ -182,7 +192,8 @@ def _end(cluster: Cluster) -> None:
                     if cluster.private:
                         serve.shutdown()
         finally:
-            cluster.close()
+            with killed() if cluster.private else contextlib.nullcontext():
+                cluster.close()
 
 
 def delete_application() -> None:

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.actors.cluster.placement import prefer_haproxy, start_private
+from outrider.actors.cluster.haproxy import prefer_haproxy
+from outrider.actors.cluster.placement import start_private
+from outrider.actors.cluster.reader import load_spec
 from outrider.actors.engine import Engine, Sampling
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"  # past the link outrider/
@@ -40,18 +42,19 @@ def http() -> dict[str, Any]:
 
     The difference in the driver's CPU time is what the events of a stream cost.
     """
-    prefer_haproxy()
+    keys = {"model": str(TINY), "port": PORT}
+    instance = prefer_haproxy(load_spec(None, keys))
     import httpx2
 
     from outrider.actors.serve import serving_spec
     from outrider.actors.server import serving
 
-    spec = serving_spec(None, {"model": str(TINY), "port": PORT})
+    spec = serving_spec(None, keys)
     body = {"prompt": "To create a new project,", "temperature": 0, "ignore_eos": True}
     body |= {"max_tokens": ANSWER_TOKENS}
     first_ms: list[float] = []
     streamed, whole, events = [], [], 0
-    with serving(spec) as url, httpx2.Client(timeout=60) as client:
+    with serving(spec, instance) as url, httpx2.Client(timeout=60) as client:
         root = url.removesuffix("/v1")
         for _ in range(WARM_UP):
             client.post(url + "/completions", json=body)

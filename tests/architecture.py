@@ -40,6 +40,8 @@ ENVIRONMENT_HOMES = {
     "actors/cluster/placement.py": "what Ray and device runtimes want in a rank's process",
     "actors/ranks/rank.py": "sets what torch reads when it is imported",
     "actors/ranks/actor.py": "reads what placement set for its device",
+    "actors/cluster/haproxy.py": "how Ray Serve is told to start HAProxy",
+    "actors/cluster/loopback.py": "ports and addresses of a private cluster, which Ray reads",
     "actors/cluster/doctor.py": "shows what is set",
 }
 CLUSTER_FILE_READER = "actors/cluster/reader.py"

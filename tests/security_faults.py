@@ -9,6 +9,8 @@ from tests.faults import Fault
 
 SECURITY = "tests/actors/http/test_security.py::test_"
 ESCAPING = "tests/model/test_escaping.py::test_"
+GROUP = "tests/parallel/test_group.py::test_"
+HAPROXY = "tests/actors/cluster/test_haproxy.py::test_"
 READING = "tests/actors/http/test_reading.py::test_"
 
 SECURITY_FAULTS = (
@@ -32,5 +34,33 @@ SECURITY_FAULTS = (
         "refusal.__context__ = None",
         "refusal.__context__ = error.__context__",
         READING + "refused_bodies_leave_no_memory_behind",
+    ),
+    Fault(
+        "rank 0's store listens on all addresses",
+        "parallel/group.py",
+        "socket.create_server((host, 0)",
+        'socket.create_server(("", 0)',
+        GROUP + "a_store_listens_on_its_address_alone_and_keeps_its_keys",
+    ),
+    Fault(
+        "a rank opens shared memory of anybody",
+        "parallel/group.py",
+        "S_IMODE(about.st_mode) != 0o600",
+        "S_IMODE(about.st_mode) > 0o777",
+        GROUP + "a_rank_opens_no_segment_that_rank_0_did_not_make[mode]",
+    ),
+    Fault(
+        "connections of one client are not counted",
+        "actors/cluster/haproxy_start.py",
+        'f"tcp-request connection reject if',
+        'f"# {most}',
+        HAPROXY + "unfinished_headers_silence_nobody",
+    ),
+    Fault(
+        "HAProxy outlives whoever started it",
+        "actors/cluster/haproxy_start.py",
+        "prctl(PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "getpid()",
+        HAPROXY + "it_outlives_sigterm_and_not_its_parent",
     ),
 )

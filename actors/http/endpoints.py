@@ -63,8 +63,10 @@ class Endpoints:
         model: str,
         about: Callable[[], dict[str, Any]],
         keys: Sequence[bytes] = (),
+        instance: str | None = None,
     ) -> None:
-        """about: what /health tells. keys: SHA-256 digests; with none of them everyone may ask."""
+        """about: what /health tells. keys: SHA-256 digests; with none of them everyone may ask.
+        instance: what this server's HAProxy writes into each request; None: there is none."""
         self._driver, self._tokenizer, self._serve = driver, tokenizer, serve
         self._model, self._about = model, about
         self._created = int(time.time())
@@ -82,9 +84,10 @@ class Endpoints:
         guarded = AuthMiddleware(
             self._routes(with_docs),
             keys,
-            serve.max_body_bytes,
+            serve,
             self.metrics.answered,
             open_paths=("/health", "/ping", *(openapi.PATHS if with_docs else ())),
+            instance=instance,
         )
         self.app: ASGIApp = allow_origins(guarded, serve.cors_origins)
 

@@ -1,4 +1,4 @@
-"""In front of the routes: checks the API key, and size and coding of a body; counts every answer.
+"""In front of the routes: checks the API key, and size, time and coding of a body; counts answers.
 
     ASGI call -> allow_origins -> AuthMiddleware -> routes
 Also here: how an error becomes an answer, in the form of the API that was asked.
@@ -6,8 +6,10 @@ Also here: how an error becomes an answer, in the form of the API that was asked
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,6 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.actors.cluster.haproxy_start import INSTANCE_HEADER
+from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.http.bodies import ApiError
 from outrider.actors.http.dialects.messages_writer import error_object
 
@@ -29,29 +33,39 @@ class AuthMiddleware:
         self,
         inner: ASGIApp,
         keys: Sequence[bytes],
-        max_body_bytes: int,
+        serve: ServeSpec,
         answered: Callable[[str, int], None],
         *,
         open_paths: Sequence[str],
+        instance: str | None = None,
     ) -> None:
         """keys: SHA-256 digests. answered: told of each answer's route and status. open_paths: what
-        needs no key."""
+        needs no key. instance: what INSTANCE_HEADER of every request must say; None: anything."""
         self._inner, self._keys = inner, keys
-        self._max_body_bytes, self._answered = max_body_bytes, answered
-        self._open_paths = open_paths
+        self._serve, self._answered = serve, answered
+        self._open_paths, self._instance = open_paths, instance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        size = 0
+        size, is_whole = 0, False
+        deadline_s = time.monotonic() + self._serve.request_timeout_s
 
         async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_body_bytes:
+            nonlocal size, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    message = await receive()
+            except TimeoutError:
+                limit_s = self._serve.request_timeout_s
+                why = f"the body took longer than serve.request_timeout_s = {limit_s:g} s"
+                raise ApiError(408, why) from None
+            size, is_whole = size + len(message.get("body", b"")), not message.get("more_body")
+            if size > self._serve.max_body_bytes:
                 raise self._too_large()
             return message
 
@@ -61,26 +75,37 @@ class AuthMiddleware:
                 self._answered(getattr(route, "path", "unknown"), message["status"])
             await send(message)
 
-        length = headers.get(b"content-length", b"0")
-        coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path.endswith("/"):
             path = path.rstrip("/")
             scope = {**scope, "path": scope.get("root_path", "") + (path or "/")}
+        refusal = self._refusal(path, headers)
+        if refusal is None:
+            await self._inner(scope, limited, counted)
+        else:
+            await (await error_response(Request(scope), refusal))(scope, receive, counted)
+
+    def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        """What is wrong with a request that its headers tell, or None."""
+        length = headers.get(b"content-length", b"0")
+        coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        instance = headers.get(INSTANCE_HEADER.encode(), b"")
+        if self._instance and not hmac.compare_digest(instance, self._instance.encode()):
+            return ApiError(
+                503, "this request came through another server's proxy: send it again later",
+                kind="server_error", code="unavailable", retry_after_s=1,
+            )  # fmt: skip
         if path not in self._open_paths and not self._is_allowed(headers):
-            refusal = ApiError(
+            return ApiError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY or x-api-key",
                 kind="authentication_error", code="invalid_api_key",
             )  # fmt: skip
-        elif length.isdigit() and int(length) > self._max_body_bytes:
-            refusal = self._too_large()
-        elif coding.strip().lower() not in ("identity", ""):
+        if length.isdigit() and int(length) > self._serve.max_body_bytes:
+            return self._too_large()
+        if coding.strip().lower() not in ("identity", ""):
             why = f"content-encoding {coding[:64]!r}: a body is read as it is sent, uncompressed"
-            refusal = ApiError(415, why)
-        else:
-            await self._inner(scope, limited, counted)
-            return
-        await (await error_response(Request(scope), refusal))(scope, receive, counted)
+            return ApiError(415, why)
+        return None
 
     def _is_allowed(self, headers: Mapping[bytes, bytes]) -> bool:
         """Compares the digest with that of every key: the time it takes tells nothing of them."""
@@ -91,7 +116,7 @@ class AuthMiddleware:
         return not self._keys or any(equal)
 
     def _too_large(self) -> ApiError:
-        rule = f"serve.max_body_bytes = {self._max_body_bytes} is the most"
+        rule = f"serve.max_body_bytes = {self._serve.max_body_bytes} is the most"
         return ApiError(413, f"the body is too large: {rule}")
 
 

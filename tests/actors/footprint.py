@@ -6,6 +6,7 @@ Only what these processes hold is looked at, so other engines on the machine do 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ class Footprint:
     def of(cls, *pids: int) -> Footprint:
         """Of these processes and all their descendants."""
         family = {process.pid: process for pid in pids for process in _family(pid)}
-        files = {path for process in family.values() for path in _files(process)}
+        files: set[Path] = set()
+        for process in family.values():
+            with contextlib.suppress(psutil.NoSuchProcess):  # HAProxy has just been replaced
+                files |= _files(process)
         return cls(list(family.values()), frozenset(files))
 
     @property

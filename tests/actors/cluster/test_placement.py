@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +20,11 @@ from outrider.actors.cluster.placement import (
     missing,
     near_cpus,
     place,
-    prefer_haproxy,
     rank_env,
 )
 from outrider.actors.cluster.reader import load_spec
 from outrider.actors.cluster.spec import Spec
-from outrider.model.config import ConfigError
 from tests.conftest import RunningCluster
-
-BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
 def spec(**overrides: object) -> Spec:
@@ -124,45 +118,6 @@ def test_an_npu_rank_takes_the_cpus_near_its_card(monkeypatch):
     assert near_cpus("npu", {"NPU": ["7"]}) == {2, 3}
     assert near_cpus("npu", {"NPU": ["5"]}) is None
     assert near_cpus("cpu", {}) is None
-
-
-@pytest.fixture
-def serve_environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """An environment that names an HAProxy of ours, which prints its arguments."""
-    program = tmp_path / "an haproxy"
-    program.write_text('#!/bin/sh\nprintf "%s;" "$@"\n')
-    program.chmod(0o700)
-    kept = {name: value for name, value in os.environ.items() if "RAY_SERVE" not in name}
-    environ = kept | {BINARY: str(program)}
-    monkeypatch.setattr(os, "environ", environ)
-    return environ
-
-
-def test_haproxy_is_started_without_splicing_whichever_it_is(serve_environ: dict[str, str]) -> None:
-    for _ in range(2):  # several servers, one after another, may start in a process
-        prefer_haproxy()
-        assert serve_environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    command = [serve_environ[BINARY], "-db", "-f", "a file"]
-    assert subprocess.check_output(command, text=True) == "-dS;-dS;-db;-f;a file;"
-
-
-def test_an_haproxy_that_is_not_there_is_an_error(serve_environ: dict[str, str]) -> None:
-    serve_environ[BINARY] = "/nowhere"
-    with pytest.raises(ConfigError, match=f"{BINARY}='/nowhere'"):
-        prefer_haproxy()
-
-
-def test_haproxy_is_left_out_where_its_start_script_cannot_run(
-    serve_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog
-) -> None:
-    """As where /tmp is mounted noexec."""
-    access = os.access
-    monkeypatch.setattr(
-        os, "access", lambda path, how: "/or-" not in str(path) and access(path, how)
-    )
-    prefer_haproxy()
-    assert "RAY_SERVE_ENABLE_HA_PROXY" not in serve_environ
-    assert "noexec" in caplog.text
 
 
 class Probe:
