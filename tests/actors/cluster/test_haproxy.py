@@ -262,7 +262,7 @@ def test_it_outlives_sigterm_and_not_its_parent(
     with front(serve_environ, tmp_path) as running:
         running.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-        assert httpx.get(running.url).status_code == 200
+        wait_for(lambda: httpx.get(running.url).status_code == 200)
         running.starter.kill()
         wait_for(lambda: not _lives(running.process))
         assert not _listens(running.port)
