@@ -188,6 +188,8 @@ def plan(
         "page_tokens": run.page_tokens,
         "slot_bytes": layout.slot_bytes,
         "num_slots": layout.num_slots,
+        "snapshot_bytes": layout.snapshot_bytes,
+        "num_snapshots": layout.num_snapshots,
         "max_model_len": run.max_model_len,
         "pages_that_fit": max(0, layout.pages_that_fit(spec.page_budget(memory_bytes))),
     }
@@ -289,10 +291,14 @@ def _plan_table(report: Mapping[str, Any]) -> str:
         ("KV a token, draft", kv["draft"]),
         (f"KV a page of {report['page_tokens']} tokens", report["kv_page_bytes"]),
         ("state a slot", report["slot_bytes"]),
+        ("saved state of a prompt's beginning", report["snapshot_bytes"]),
         ("pages that fit", report["pages_that_fit"]),
     ]
     if "num_pages" in report:
-        what = f"weights, {report['num_slots']} slots, {report['num_pages']} pages"
+        what = (
+            f"weights, {report['num_slots']} slots, {report['num_snapshots']} saved states, "
+            f"{report['num_pages']} pages"
+        )
         rows.append((what, report["total_bytes"]))
     width = max(len(name) for name, _ in rows)
     lines = [

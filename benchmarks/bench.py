@@ -116,6 +116,7 @@ def measure_engine(
         "parallel.tensor_parallel": RANKS,
         "speculation.draft_tokens": draft_tokens,
         "serve.generation_defaults": "neutral",
+        "cache.prefix": False,  # a round repeats the prompts of the one before
     }
     depths = [k for k in DRAFT_TOKENS if 0 < k <= draft_tokens] if draft_tokens else [0]
     runs: dict[int, Runs] = {}

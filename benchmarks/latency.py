@@ -474,6 +474,7 @@ def _common_keys(
         "limits.max_slots": max(batches),
         "limits.max_model_len": protocol.prompt + protocol.new,
         "serve.generation_defaults": "neutral",
+        "cache.prefix": False,  # a round repeats the prompts of the one before
     }
     given = {key: value for key, value in options.items() if value is not None}
     return needed | dict(map(parse_set, sets or [])) | given

@@ -22,6 +22,7 @@ from outrider.model.plan import pages_for, powers_of_two
 from outrider.model.prefill import PaddedSpans
 from outrider.model.running import RunningRequest
 from outrider.model.sampling import CAPTURED_FEATURES, NO_FEATURES, captured_as, features_of
+from outrider.model.step import Sampling
 from outrider.parallel.device import Device
 from outrider.parallel.operands import SamplingFeatures
 
@@ -80,8 +81,6 @@ class PromptChunk:
     """[E] int64: indices into `slots` of prompts that end here; None when none does."""
     num_pages: int
     """The rows of no slot lie beyond this many pages of its block table."""
-    features: SamplingFeatures = NO_FEATURES
-    """What some prompt that ends here needs beside its best logit."""
     host_lengths: list[int] | None = None
     """Rows.host_lengths [B]; None for devices without the capability of this name."""
 
@@ -234,7 +233,6 @@ class BatchPacker:
             tokens.append(_padded(prompt[span.start : span.stop], width))
             following.append(_padded(prompt[span.start + 1 : span.stop + 1], width))
         ends = [i for i, span in enumerate(spans) if span.ends_prompt]
-        features = features_of([spans[i].request.sampling for i in ends])
         longest = max(span.stop for span in spans)
         return PromptChunk(
             slots=self._ints([span.request.slot for span in spans]),
@@ -245,10 +243,14 @@ class BatchPacker:
             draft_counts=self._ints([span.count - span.ends_prompt for span in spans]),
             ends=self._ints(ends) if ends else None,
             num_pages=pages_for(longest, self.run.page_tokens),
-            # The kernels of these variants alone are there from the start.
-            features=captured_as(features) if self.device.capabilities.sampled_graphs else features,
             host_lengths=[longest] if self.device.capabilities.host_lengths else None,
         )
+
+    def first_features(self, samplings: Sequence[Sampling]) -> SamplingFeatures:
+        """What requests whose first tokens are picked together need beside their best logits."""
+        features = features_of(samplings)
+        # The kernels of these variants alone are there from the start.
+        return captured_as(features) if self.device.capabilities.sampled_graphs else features
 
     def captured_prompt(self, chunk: PromptChunk) -> PromptChunk:
         """The chunk that the captured prefill of this width reads, with the values of `chunk`.

@@ -5,7 +5,8 @@
 A pass may write rows that are not kept afterwards. Of keys and values, the length of the slot
 shrinks again and later rows overwrite them. Of a delta net, the state before the pass stays as it
 is, with the factors of the pass's rows beside it; the next pass first folds those of the kept rows
-into the state. The last slot and page 0 are padding.
+into the state. The last slot and page 0 are padding. Snapshots keep states behind the beginnings of
+prompts, from which later prompts start.
 Shapes: as in parallel/operands.py, with S = max_slots + 1
 """
 
@@ -35,6 +36,11 @@ class KvPages:
     def tensors(self) -> list[Tensor]:
         return [self.k, self.v]
 
+    def copy(self, page: int, to: int) -> None:
+        """Make page `to` a copy of another."""
+        for tensor in self.tensors():
+            tensor[:, to] = tensor[:, page]
+
 
 class GdnStates:
     """Memory of the delta net layers, by layer and slot: GdnLayer says what each tensor holds."""
@@ -62,3 +68,34 @@ class GdnStates:
         for tensor in self.tensors():
             tensor[:, slot].zero_()
         self.fold[slot] = 0
+
+
+class Snapshots:
+    """Saved states of slots whose rows are all folded: what GdnStates holds of one, by place, and
+    the target's hidden of its last row, which the draft needs with the token that follows."""
+
+    def __init__(self, states: GdnStates, conv_rows: int, hidden_size: int, count: int) -> None:
+        """conv_rows: W-1, the rows of a conv window that precede the next one."""
+
+        def places(like: Tensor, *shape: int) -> Tensor:
+            return torch.zeros(count, *shape, dtype=like.dtype, device=like.device)
+
+        layers, _, _, channels = states.conv.shape
+        self.state = places(states.state, layers, *states.state.shape[2:])
+        self.conv = places(states.conv, layers, conv_rows, channels)
+        self.hidden = places(states.conv, hidden_size)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.state, self.conv, self.hidden]
+
+    def save(self, place: int, states: GdnStates, slot: int, hidden: Tensor) -> None:
+        """hidden [H]: of the slot's last row."""
+        self.state[place] = states.state[:, slot]
+        self.conv[place] = states.conv[:, slot, : self.conv.shape[2]]
+        self.hidden[place] = hidden
+
+    def restore(self, place: int, states: GdnStates, slot: int) -> Tensor:
+        """Bring back the states of a slot that was reset; -> the hidden [H] of its last row."""
+        states.state[:, slot] = self.state[place]
+        states.conv[:, slot, : self.conv.shape[2]] = self.conv[place]
+        return self.hidden[place]

@@ -224,6 +224,8 @@ class RunConfig:
     page_tokens: int = 16
     num_pages: int = 0
     """KV pages of a rank, including page 0, which holds no request's tokens."""
+    num_snapshots: int = 0
+    """Places for states of prompts' beginnings, which later prompts can start from."""
     prefill_chunk: int = 512
     batch_buckets: tuple[int, ...] = ()
     """Batch sizes that iterations are padded to. Empty: powers of two on devices with graphs, no

@@ -10,7 +10,7 @@ Shapes: B slots of a batch | K drafts | R = K+1 rows | T prompt tokens of a chun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from outrider.model.batch import DecodeBatch, PromptChunk
 from outrider.model.blocks import Params
-from outrider.model.cache import GdnStates, KvPages
+from outrider.model.cache import GdnStates, KvPages, Snapshots
 from outrider.model.config import ModelConfig, RunConfig
-from outrider.model.lookup import LONG_MATCH, TokenHistory
+from outrider.model.lookup import LONG_MATCH
 from outrider.model.mtp import MtpDraft
 from outrider.model.plan import storages
 from outrider.model.qwen3_5 import Qwen35
 from outrider.model.sampling import NO_FEATURES
 from outrider.model.slots import SlotTensors
-from outrider.model.step import MAX_LOGPROBS
+from outrider.model.step import MAX_LOGPROBS, Restore
 from outrider.model.weights import head_share
 from outrider.parallel.device import Device
-from outrider.parallel.operands import GatheredSlots, PickRows
+from outrider.parallel.operands import GatheredSlots, PickRows, SamplingFeatures
 from outrider.parallel.vocab import Fp8Head, LMHead
 
 SCORED_ROWS = 64
@@ -52,6 +52,11 @@ class Drafter(Protocol):
 
     def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
         """Remember the rows of a prompt chunk; hidden [B, T, H]: the target's."""
+        ...
+
+    def resume(self, slot: int, prompt: Sequence[int], num_rows: int, hidden: Tensor) -> None:
+        """Remember the first num_rows rows of a slot's prompt, whose pages it shares; hidden [H]:
+        the target's, of the last of them."""
         ...
 
     def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
@@ -79,6 +84,18 @@ class MtpDrafter:
         rows = self.slots.rows(chunk.slots, chunk.first, chunk.draft_counts, hidden.shape[1], table)
         self.draft.write_kv(hidden, chunk.following, rows)
         self.slots.backlog.clear(chunk.slots)
+
+    def resume(self, slot: int, prompt: Sequence[int], num_rows: int, hidden: Tensor) -> None:
+        """The last row depends on the token that follows it. Where that is not known yet, the next
+        iteration writes the row, as after any prompt."""
+        slots = self.slots.ints([slot])
+        self.slots.backlog.clear(slots)
+        if num_rows == len(prompt):
+            return
+        first, token = self.slots.ints([num_rows - 1]), self.slots.ints([[prompt[num_rows]]])
+        table = self.slots.table_of(slots, self.slots.max_pages)
+        rows = self.slots.rows(slots, first, self.slots.ones[:1], 1, table)
+        self.draft.write_kv(hidden.view(1, 1, -1), token, rows)
 
     def catch_up(self, batch: DecodeBatch, width: int) -> None:
         slots, backlog = batch.slots, self.slots.backlog
@@ -158,11 +175,16 @@ class MtpDrafter:
 class LookupDrafter:
     """Drafts what followed the last tokens where they stood before in the request."""
 
-    def __init__(self, history: TokenHistory, page_tokens: int) -> None:
-        self.history, self.page_tokens = history, page_tokens
+    def __init__(self, slots: SlotTensors) -> None:
+        self.history, self.page_tokens = slots.history, slots.run.page_tokens
+        self.ints = slots.ints
 
     def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
         self.history.write(chunk.slots, chunk.first, chunk.tokens, chunk.counts)
+
+    def resume(self, slot: int, prompt: Sequence[int], num_rows: int, hidden: Tensor) -> None:
+        slots, first, counts = (self.ints([number]) for number in (slot, 0, num_rows))
+        self.history.write(slots, first, self.ints([prompt[:num_rows]]), counts)
 
     def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
         return run("lookup", lambda: self.look(batch, gathered))[0]
@@ -186,6 +208,10 @@ class MtpOrLookup:
     def prefill(self, chunk: PromptChunk, hidden: Tensor) -> None:
         self.lookup.prefill(chunk, hidden)
         self.mtp.prefill(chunk, hidden)
+
+    def resume(self, slot: int, prompt: Sequence[int], num_rows: int, hidden: Tensor) -> None:
+        for drafter in (self.lookup, self.mtp):
+            drafter.resume(slot, prompt, num_rows, hidden)
 
     def propose(self, batch: DecodeBatch, gathered: GatheredSlots, run: RunPiece) -> Tensor:
         found, matched = run("lookup", lambda: self.lookup.look(batch, gathered))
@@ -211,6 +237,9 @@ class Executor:
         self.pages = KvPages(
             len(model.full_layers), heads.kv_heads_of(size), heads.head_dim, run, device
         )
+        self.snapshots = Snapshots(
+            self.states, model.gdn.conv_kernel - 1, model.hidden_size, run.num_snapshots
+        )
         self.target = Qwen35(model, params, self.pages, self.states, device)
         table = params["embed_tokens.weight"]
         share = head_share(table, rank, size) if model.tie_word_embeddings else None
@@ -223,7 +252,7 @@ class Executor:
             self.draft_pages = KvPages(1, kv_heads, heads.head_dim, run, device)
             self.drafter = self._mtp_drafter(model, params, self.draft_pages, body_device)
         if run.uses_lookup:
-            lookup = LookupDrafter(self.slots.history, run.page_tokens)
+            lookup = LookupDrafter(self.slots)
             self.drafter = MtpOrLookup(self.drafter, lookup) if self.drafter else lookup
 
     def _mtp_drafter(
@@ -243,8 +272,8 @@ class Executor:
         return MtpDrafter(MtpDraft(model, tensors, table, pages, body_device), scorer, self.slots)
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Bytes held as "weights", "states" and "kv"; storage that is shared counts once."""
-        memory = storages([self.slots, self.states, self.pages, self.draft_pages])
+        """Bytes held as "weights", "states", "kv", "snapshots"; shared storage counts once."""
+        memory = storages([self.slots, self.states, self.pages, self.draft_pages, self.snapshots])
         pages = [self.pages, *([self.draft_pages] if self.draft_pages else [])]
         by_slot = [*self.states.tensors(), *self.slots.backlog.tensors()]
         by_slot += [*self.slots.sampling.tables(), *self.slots.history.tensors()]
@@ -252,6 +281,7 @@ class Executor:
             "weights": sum(n for address, n in storages(self).items() if address not in memory),
             "states": sum(t.nbytes for t in by_slot),
             "kv": sum(t.nbytes for part in pages for t in part.tensors()),
+            "snapshots": sum(t.nbytes for t in self.snapshots.tensors()),
         }
 
     def prefill(self, chunk: PromptChunk) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -296,23 +326,46 @@ class Executor:
         ids, values = zip(*scores)
         return torch.cat(ids), torch.cat(values)
 
-    def pick_firsts(
-        self, chunk: PromptChunk, tokens: Tensor, last_hidden: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The first tokens [E, 1] of prompts, picked as their requests say.
+    def begin(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As prefill returns of prompts that end, for slots [E] all of whose rows were restored."""
+        hidden = self.slots.hidden[slots, 0]
+        tokens = self.head.greedy(hidden)
+        self.slots.last[slots] = tokens
+        self.slots.fresh[slots, 0] = tokens
+        return tokens, hidden
 
-        tokens, last_hidden: what prefill returned of them. Where log probabilities are asked for,
-        their ids and values [E, 1, 1 + n] follow (sampling.log_probs).
+    def save(self, slot: int, place: int, hidden: Tensor) -> None:
+        """Save a slot's state right after a chunk of its prompt; hidden [H]: of the last row."""
+        self.snapshots.save(place, self.states, slot, hidden)
+
+    def restore(self, slot: int, saved: Restore, prompt: Sequence[int]) -> None:
+        """Begin a slot, which was reset, behind rows of its prompt that another request has run."""
+        hidden = self.snapshots.restore(saved.snapshot, self.states, slot)
+        for pages in (self.pages, self.draft_pages):
+            if pages is not None:
+                pages.copy(saved.copied_page, saved.page)
+        self.slots.length[slot] = saved.rows
+        self.slots.hidden[slot, 0] = hidden
+        if self.drafter:
+            self.drafter.resume(slot, prompt, saved.rows, hidden)
+
+    def pick_firsts(
+        self, slots: Tensor, features: SamplingFeatures, tokens: Tensor, last_hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The first tokens [E, 1] of prompts, picked as the requests of slots [E] say.
+
+        features: what they need. tokens, last_hidden: what prefill returned of them. Where log
+        probabilities are asked for, their ids and values [E, 1, 1 + n] follow (sampling.log_probs).
         """
-        if chunk.features == NO_FEATURES or chunk.ends is None:
+        if features == NO_FEATURES:
             return (tokens.unsqueeze(1),)
-        slots, memory = chunk.slots[chunk.ends], self.slots.sampling
+        memory = self.slots.sampling
         rows = PickRows(slots=slots, last=self.slots.length[slots] - 1)
         hidden = last_hidden.unsqueeze(1)
-        picked, *log_probs = self.head.pick(hidden, rows, memory.by_slot, chunk.features)
+        picked, *log_probs = self.head.pick(hidden, rows, memory.by_slot, features)
         self.slots.last[slots] = picked.squeeze(1)
         self.slots.fresh[slots, 0] = picked.squeeze(1)
-        if chunk.features.edited:
+        if features.edited:
             self._count_tokens(slots, picked, torch.ones_like(slots))
         return (picked, *log_probs)
 

@@ -37,6 +37,9 @@ class MemoryPlan:
     wait for the draft, and the tables of its logits' edits."""
     num_slots: int
     """Number of slots, including the one that pads batches."""
+    snapshot_bytes: int
+    """Bytes of one saved state of a prompt's beginning."""
+    num_snapshots: int
 
     @property
     def weight_bytes(self) -> int:
@@ -49,11 +52,12 @@ class MemoryPlan:
         return self.page_tokens * sum(self.kv_token_bytes.values())
 
     def total_bytes(self, num_pages: int) -> int:
-        """Bytes of weights, slots and `num_pages` KV pages."""
-        return self.weight_bytes + self.slot_bytes * self.num_slots + self.kv_page_bytes * num_pages
+        """Bytes of weights, slots, saved states and `num_pages` KV pages."""
+        states = self.slot_bytes * self.num_slots + self.snapshot_bytes * self.num_snapshots
+        return self.weight_bytes + states + self.kv_page_bytes * num_pages
 
     def pages_that_fit(self, budget_bytes: int) -> int:
-        """KV pages that fit beside weights and slots; negative where not even those fit."""
+        """KV pages that fit beside weights and states; negative where not even those fit."""
         return (budget_bytes - self.total_bytes(0)) // self.kv_page_bytes
 
 
@@ -78,7 +82,18 @@ def memory_plan(model: ModelConfig, run: RunConfig) -> MemoryPlan:
         page_tokens=run.page_tokens,
         slot_bytes=_slot_bytes(model, run, itemsize),
         num_slots=run.max_slots + 1,
+        snapshot_bytes=snapshot_bytes(model, run),
+        num_snapshots=run.num_snapshots,
     )
+
+
+def snapshot_bytes(model: ModelConfig, run: RunConfig) -> int:
+    """Bytes of a slot's state that is saved: of all delta-net layers the state and the conv rows
+    before the next row, and a hidden for the draft (cache.Snapshots)."""
+    g, size, itemsize = model.gdn, run.tensor_parallel, getattr(torch, run.dtype).itemsize
+    state = g.num_v_heads // size * g.head_k_dim * g.head_v_dim
+    conv = (g.conv_kernel - 1) * (2 * g.key_dim + g.value_dim) // size
+    return len(model.gdn_layers) * (4 * state + itemsize * conv) + itemsize * model.hidden_size
 
 
 def _slot_bytes(model: ModelConfig, run: RunConfig, itemsize: int) -> int:

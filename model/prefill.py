@@ -2,9 +2,10 @@
 
     requests, the oldest first -> PrefillPolicy.next_chunks -> [PaddedSpans]
 
-The budget bounds all rows of a step, padding included. A device that runs any shape gets one chunk
-with spans of several requests. A device that captures prompts as graphs, or that needs lengths on
-the host, gets chunks of one span each. It remembers nothing: the caller advances the requests.
+The budget bounds all rows of a step, padding included. A span ends where a state is to be saved. A
+device that runs any shape gets one chunk with spans of several requests. A device that captures
+prompts as graphs, or that needs lengths on the host, gets chunks of one span each. It remembers
+nothing: the caller advances the requests.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class PrefillPolicy:
         spans: list[PromptSpan] = []
         width = 0
         for request in requests:
-            count = min(request.prompt_left, self.budget)
+            left = request.stop_after(request.prefilled) - request.prefilled
+            count = min(left, self.budget)
             if max(width, count) * (len(spans) + 1) > self.budget:
                 break
             spans.append(PromptSpan(request, request.prefilled, request.prefilled + count))
@@ -94,7 +96,7 @@ class PrefillPolicy:
         for request in requests:
             start, end = request.prefilled, len(request.prompt)
             while start < end:
-                count, width = self._fit(end - start, rows_left)
+                count, width = self._fit(request.stop_after(start) - start, rows_left)
                 if not count:
                     return chunks
                 chunks.append(PaddedSpans([PromptSpan(request, start, start + count)], width))

@@ -111,9 +111,11 @@ class Runner:
                 matcher = None
                 if grammar is not None:
                     matcher = self.grammars.matcher(grammar, command.emitted)
-                self.slots.add(command, self.run.draft_tokens, matcher)
+                request = self.slots.add(command, self.run.draft_tokens, matcher)
                 self.executor.slots.reset(command)
                 self.executor.states.reset(command.slot)
+                if command.restore is not None:
+                    self.executor.restore(command.slot, command.restore, request.prompt)
             elif isinstance(command, Leave):
                 self.slots.remove(command)
             elif (had := self.slots.grow(command)) is not None:
@@ -143,6 +145,12 @@ class Runner:
         """Enqueue prompt chunks, then an iteration over the requests that decode."""
         groups = self.prefill_policy.next_chunks(self.slots.prefilling())
         step = InFlightStep()
+        if beginning := self.slots.beginning():
+            slots = self.executor.slots.ints([request.slot for request in beginning])
+            first = self.executor.begin(slots)
+            for request in beginning:
+                request.launch_prompt(0)
+            self._launch_firsts(beginning, slots, *first, step)
         for group in groups:
             self._launch_prompt(group, step)
         requests = self.slots.decoding()
@@ -180,24 +188,42 @@ class Runner:
         else:
             hidden, first = self.executor.prefill(chunk)
         step.scores.extend(self._score(group, chunk, hidden))
-        for span in group.spans:
+        for index, span in enumerate(group.spans):
             span.request.launch_prompt(span.count)
+            place = span.request.place_at(span.stop)
+            if place is not None:
+                self.executor.save(span.request.slot, place, hidden[index, span.count - 1])
         ending = [span.request for span in group.spans if span.ends_prompt]
-        if not ending:
-            return
-        assert first is not None, "a prompt that ends yields a token"
-        new = [index for index, request in enumerate(ending) if not request.resumes]
-        if len(new) < len(ending):
-            self.executor.set_lasts({r.slot: r.last for r in ending if r.resumes})
+        if ending:
+            assert first is not None, "a prompt that ends yields a token"
+            assert chunk.ends is not None
+            self._launch_firsts(ending, chunk.slots[chunk.ends], *first, step)
+
+    def _launch_firsts(
+        self,
+        requests: list[RunningRequest],
+        slots: Tensor,
+        tokens: Tensor,
+        hidden: Tensor,
+        step: InFlightStep,
+    ) -> None:
+        """Add to `step` the first tokens of requests whose prompts have run.
+
+        slots, tokens [E] int64 and hidden [E, H] are theirs: the greedy tokens, and the hiddens
+        that made them. A request that comes back has a first token already.
+        """
+        new = [index for index, request in enumerate(requests) if not request.resumes]
+        if len(new) < len(requests):
+            self.executor.set_lasts({r.slot: r.last for r in requests if r.resumes})
             if not new:
                 return
-            assert chunk.ends is not None
-            rows = self.device.send(torch.tensor(new))
-            chunk, first = replace(chunk, ends=chunk.ends[rows]), (first[0][rows], first[1][rows])
-        requests = [ending[index] for index in new]
+            rows = self.executor.slots.ints(new)
+            slots, tokens, hidden = slots[rows], tokens[rows], hidden[rows]
+            requests = [requests[index] for index in new]
         for request in requests:
             self._allow(request, [], 0)
-        picked = self.executor.pick_firsts(chunk, *first)
+        features = self.packer.first_features([request.sampling for request in requests])
+        picked = self.executor.pick_firsts(slots, features, tokens, hidden)
         step.firsts.append(InFlight(self.device.fetch(picked), requests))
 
     def _score(self, group: PaddedSpans, chunk: PromptChunk, hidden: Tensor) -> Iterator[InFlight]:

@@ -38,6 +38,8 @@ class RunningRequest:
     """Rows of the last verify pass that was launched; 0 right after prefill."""
     kept: int = 1
     """Rows that the last verify pass kept of which the result was read; 1 right after prefill."""
+    begins: bool = False
+    """Whether all of its prompt's rows were restored, and nothing has been launched for it yet."""
     draft_lag: int = 0
     """The most rows that may wait for the draft in its backlog (model/backlog.py)."""
     num_pages: int = field(init=False)
@@ -52,6 +54,9 @@ class RunningRequest:
         self.num_pages = len(self.join.pages)
         if emitted:
             self.emitted, self.last = len(emitted), emitted[-1]
+        if self.join.restore is not None:
+            self.prefilled = self.join.restore.rows
+            self.begins = not self.prompt_left
 
     @property
     def slot(self) -> int:
@@ -91,10 +96,20 @@ class RunningRequest:
         """Tokens of the answer that the results in flight may not bring, at most."""
         return self.remaining - self.in_flight
 
+    def stop_after(self, start: int) -> int:
+        """The end of a chunk of the prompt from `start` on: where its state is to be saved next, or
+        the prompt's end."""
+        return next((s.rows for s in self.join.saves if s.rows > start), len(self.prompt))
+
+    def place_at(self, rows: int) -> int | None:
+        """The place where the state behind so many rows of the prompt is saved, if it is."""
+        return next((s.snapshot for s in self.join.saves if s.rows == rows), None)
+
     def launch_prompt(self, count: int) -> None:
         """`count` prompt tokens have been launched. The end of the prompt brings a token, unless
         that is known already."""
         self.prefilled += count
+        self.begins = False
         if self.prefilled == len(self.prompt) and not self.resumes:
             self.in_flight += 1
 
@@ -122,15 +137,18 @@ class SlotTable:
 
     @property
     def can_run(self) -> bool:
-        """Whether a request has prompt tokens left or can take part in an iteration."""
-        return any(r.prompt_left for r in self._requests.values()) or bool(self.decoding())
+        """Whether a request has prompt tokens left, begins, or can take part in an iteration."""
+        waiting = any(r.prompt_left or r.begins for r in self._requests.values())
+        return waiting or bool(self.decoding())
 
     @property
     def constrained(self) -> bool:
         """Whether a request has a grammar: then each step is read before the next is launched."""
         return any(r.matcher is not None for r in self._requests.values())
 
-    def add(self, join: Join, max_draft_tokens: int, matcher: Matcher | None = None) -> None:
+    def add(
+        self, join: Join, max_draft_tokens: int, matcher: Matcher | None = None
+    ) -> RunningRequest:
         """Put a request into a slot, which must be free. max_draft_tokens: the engine's K.
 
         No more drafts are made for it than its answer can hold: the prompt brings the first token,
@@ -143,6 +161,7 @@ class SlotTable:
         self._requests[join.slot] = request = RunningRequest(join, limit, matcher)
         room = request.num_pages * self._page_tokens
         assert len(request.prompt) <= room, f"{len(request.prompt)} rows of a prompt in {room}"
+        return request
 
     def grow(self, grow: Grow) -> int | None:
         """Note the pages that a request gets -> how many it had; None when it has left."""
@@ -171,6 +190,10 @@ class SlotTable:
         requests = (r for r in self._requests.values() if r.prompt_left)
         return sorted(requests, key=lambda r: r.join.request)
 
+    def beginning(self) -> list[RunningRequest]:
+        """The requests that begin, in the order of their slots."""
+        return [r for _, r in sorted(self._requests.items()) if r.begins]
+
     def decoding(self) -> list[RunningRequest]:
         """The requests that another iteration must bring tokens, in the order of their slots.
 
@@ -180,7 +203,7 @@ class SlotTable:
         return [
             r
             for _, r in sorted(self._requests.items())
-            if not r.prompt_left
+            if not (r.prompt_left or r.begins)
             and r.tokens_needed > 0
             and not (r.matcher is not None and r.in_flight)
             and self._has_room(r)

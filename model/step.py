@@ -220,6 +220,25 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.draws and bool(self.top_k or (self.top_p or 1.0) < 1.0 or self.min_p)
 
 
+class Restore(msgspec.Struct, frozen=True):
+    """Begin a request behind the first `rows` rows of its prompt, whose state was saved."""
+
+    snapshot: int
+    rows: int
+    copied_page: int
+    """The page that has the last of the rows: others may write their own rows behind them, and the
+    draft's key and value of the last one depend on the token that follows."""
+    page: int
+    """The request's own page for them, which becomes a copy."""
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Save the state behind the first `rows` rows of a prompt."""
+
+    rows: int
+    snapshot: int
+
+
 class Join(msgspec.Struct, frozen=True, tag=True):
     """Put a request into a free slot."""
 
@@ -239,6 +258,11 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     emitted: list[int] = []
     """The beginning of the answer, of a request that comes back: it was in a slot before. Its next
     token is the one after these, and drafts and counts go on as if it had never left."""
+    restore: Restore | None = None
+    """Where to begin; None: at the first token."""
+    saves: list[Save] = []
+    """The states to save on the way, by rising rows. A prompt here includes `emitted` but its last
+    token."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

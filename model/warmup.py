@@ -10,6 +10,8 @@ the padding slot.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import torch
 
@@ -17,7 +19,7 @@ from outrider.model import backlog
 from outrider.model.plan import overshoot_rows, pages_for, powers_of_two
 from outrider.model.prefill import MIN_CAPTURED_ROWS
 from outrider.model.runner import Runner
-from outrider.model.step import Join, Sampling
+from outrider.model.step import Join, Restore, Sampling, Save
 
 
 def warm_up(runner: Runner) -> None:
@@ -29,11 +31,21 @@ def warm_up(runner: Runner) -> None:
         edited = Sampling(temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=1)
         _answer(runner, 1, edited)
         _answer(runner, MIN_CAPTURED_ROWS, Sampling(prompt_logprobs=1))
+        if runner.run.num_snapshots:
+            _reuse(runner)
         _run_captured_shapes(runner)
 
 
-def _answer(runner: Runner, prompt: int, sampling: Sampling) -> None:
-    """Answer a request with a prompt of this many tokens, for a few iterations."""
+def _reuse(runner: Runner) -> None:
+    """Save a state behind a prompt, then begin the same prompt and a longer one with it."""
+    _answer(runner, 1, Sampling(), saves=[Save(rows=1, snapshot=0)])
+    restore = Restore(snapshot=0, rows=1, copied_page=1, page=1)
+    for prompt in (1, 2):
+        _answer(runner, prompt, Sampling(), restore=restore)
+
+
+def _answer(runner: Runner, prompt: int, sampling: Sampling, **more: Any) -> None:
+    """Answer a request with a prompt of this many tokens, for a few iterations. more: of Join."""
     run = runner.run
     overshoot = overshoot_rows(run.draft_tokens)
     most = min(run.max_model_len, (run.num_pages - 1) * run.page_tokens - overshoot)
@@ -42,7 +54,8 @@ def _answer(runner: Runner, prompt: int, sampling: Sampling) -> None:
     sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
     pages = range(1, 1 + pages_for(prompt + max_tokens + overshoot, run.page_tokens))
     tokens = [0] * prompt
-    runner.apply([Join(slot=0, request=-1, tokens=tokens, pages=list(pages), sampling=sampling)])
+    join = Join(slot=0, request=-1, tokens=tokens, pages=list(pages), sampling=sampling, **more)
+    runner.apply([join])
     while runner.has_work:
         runner.step()
 

@@ -11,6 +11,13 @@ SCHEDULER = "actors/driver/scheduler.py"
 PAGING = "tests/actors/driver/test_paging.py::test_"
 PAGES = "tests/model/test_pages.py::test_"
 
+PREFIX_FILE, EXECUTOR, SNAPSHOTS = "actors/driver/prefix.py", "model/executor.py", "model/cache.py"
+PREFIX = "tests/actors/driver/test_prefix.py::test_"
+RANDOM = PREFIX + (
+    "random_traffic_with_evictions_says_what_it_would_without_and_closes_its_books[0]"
+)
+TURNS = "tests/model/test_prefix.py::test_second_turns_say_and_draft_what_they_would_alone"
+
 CACHE_FAULTS = (
     Fault(
         "rows are launched that have no pages",
@@ -43,8 +50,8 @@ CACHE_FAULTS = (
     Fault(
         "a request joins on the pages that the running ones need next",
         SCHEDULER,
-        "need + reserved > self",
-        "need > self",
+        "fits = need + reserved <= self",
+        "fits = need <= self",
         PAGING + "a_request_waits_while_those_that_run_would_take_its_pages_back",
     ),
     Fault(
@@ -53,5 +60,83 @@ CACHE_FAULTS = (
         "return min(-(-rows // self.limits.page_tokens), most)",
         "return max(-(-rows // self.limits.page_tokens), most)",
         PAGING + "slots_are_not_kept_empty_for_what_requests_might_say",
+    ),
+    Fault(
+        "a page is shared whatever token follows it",
+        PREFIX_FILE,
+        "start = (len(self._keys) - 1) * size + TOKEN_BYTES",
+        "start = (len(self._keys) - 1) * size",
+        RANDOM,
+    ),
+    Fault(
+        "tenants share what they ask",
+        PREFIX_FILE,
+        "_hash(salt.encode(), self._bytes",
+        "_hash(b'', self._bytes",
+        PREFIX + "tenants_with_other_salts_share_nothing",
+    ),
+    Fault(
+        "a state is found before it was saved",
+        SCHEDULER,
+        "        self.prefix.cancel(request.join_number)\n",
+        "        self.prefix.publish(request.join_number, [1] * 999)\n",
+        PREFIX + "what_an_aborted_request_may_not_have_saved_is_not_found",
+    ),
+    Fault(
+        "a cached page is given to others when its request ends",
+        "actors/driver/blocks.py",
+        "            if page in self._cached:\n",
+        "            if page < 0:\n",
+        RANDOM,
+    ),
+    Fault(
+        "what was used last makes way first",
+        PREFIX_FILE,
+        "self._used.move_to_end(best.index)",
+        "self._used.move_to_end(best.index, last=False)",
+        PREFIX + "what_was_used_longest_ago_makes_way_first",
+    ),
+    Fault(
+        "log probabilities of a prompt begin in its middle",
+        SCHEDULER,
+        "request.sampling.prompt_logprobs is not None and not request.emitted",
+        "False",
+        PREFIX + "log_probabilities_of_a_prompt_need_all_of_its_rows",
+    ),
+    Fault(
+        "the conv window is not restored",
+        SNAPSHOTS,
+        "        states.conv[:, slot, : self.conv.shape[2]] = self.conv[place]\n",
+        "",
+        TURNS + "[1-0-changes0]",
+    ),
+    Fault(
+        "the hidden of a prompt's last row is not saved",
+        SNAPSHOTS,
+        "self.hidden[place] = hidden",
+        "pass",
+        TURNS + "[1-3-changes2]",
+    ),
+    Fault(
+        "the draft's last row stays that of the other text",
+        EXECUTOR,
+        "self.draft.write_kv(hidden.view(1, 1, -1), token, rows)",
+        "pass",
+        TURNS + "[1-3-changes2]",
+    ),
+    Fault(
+        "the page of the last rows is shared and not copied",
+        EXECUTOR,
+        "pages.copy(saved.copied_page, saved.page)",
+        "pass",
+        TURNS + "[1-0-changes0]",
+    ),
+    Fault(
+        "looking knows nothing of restored rows",
+        EXECUTOR,
+        "self.history.write(slots, first, self.ints([prompt[:num_rows]]), counts)",
+        "pass",
+        "tests/model/test_prefix.py::test_"
+        "drafts_rest_on_the_restored_rows_and_not_on_those_of_the_slots_last_tenant[lookup]",
     ),
 )

@@ -208,6 +208,9 @@ class ForcedDrafter:
     def catch_up(self, batch: DecodeBatch, width: int) -> None:
         """Nothing to see."""
 
+    def resume(self, slot: int, prompt: Sequence[int], num_rows: int, hidden: Tensor) -> None:
+        """Nothing to see."""
+
     def propose(self, batch: DecodeBatch, at: GatheredSlots, run: RunPiece) -> Tensor:
         vocab = self.runner.model.vocab_size
         drafts = torch.zeros(len(batch.slots), batch.num_drafts, dtype=torch.int64)

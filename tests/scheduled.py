@@ -20,6 +20,8 @@ from outrider.model.runner import Runner
 from outrider.model.step import Command, Progress, Sampling, StepEvent
 from tests.ranks import Team
 
+SNAPSHOT_TOKENS = 24
+
 
 class Scheduled:
     """team: its ranks must be idle. lag: steps between a result and the scheduler's reading it."""
@@ -35,6 +37,8 @@ class Scheduled:
             "draft_tokens": run.draft_tokens,
             "drafter": run.drafter,
             "overshoot_rows": overshoot_rows(run.draft_tokens),
+            "num_snapshots": run.num_snapshots,
+            "snapshot_tokens": SNAPSHOT_TOKENS,
             "vocab_size": team.model.vocab_size,
             "eos_ids": (),
             **changes,
@@ -46,9 +50,14 @@ class Scheduled:
         self._events: deque[StepEvent] = deque()
         self._steps = 0
 
-    def submit(self, prompt: Sequence[int], *, priority: int = 0, **sampling: Any) -> Request:
+    def submit(
+        self, prompt: Sequence[int], *, priority: int = 0, cache_salt: str = "", **sampling: Any
+    ) -> Request:
         asked = GenerationRequest(
-            prompt=list(prompt), sampling=Sampling(**sampling), priority=priority
+            prompt=list(prompt),
+            sampling=Sampling(**sampling),
+            priority=priority,
+            cache_salt=cache_salt,
         )
         return self.scheduler.add(asked, list(prompt))
 
@@ -60,6 +69,7 @@ class Scheduled:
         """Commands to the ranks, a step of theirs, and what they said `lag` steps ago."""
         commands = self.scheduler.commands()
         self.scheduler.blocks.check()
+        self.scheduler.prefix.check()
         self.most_together = max(self.most_together, self.scheduler.num_running)
 
         def advance(runner: Runner) -> tuple[list[Progress], int]:

@@ -32,6 +32,7 @@ from outrider.parallel import affinity
 
 DEFAULT_FILE = "cluster.yaml"
 MAX_AUTO_MODEL_LEN, MAX_AUTO_DEPTH = 4096, 5
+SNAPSHOTS_PER_SLOT, MIN_AUTO_SNAPSHOTS = 4, 32
 """What `auto` means at most for limits.max_model_len and speculation.draft_tokens."""
 
 Count = Annotated[int, Meta(ge=1)]
@@ -87,6 +88,14 @@ class CacheSpec:
     """auto: max_slots requests of full length, or what the memory holds if that is less."""
     max_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.84
     """Share of a rank's memory that weights, states and pages may take."""
+    prefix: bool = True
+    """Prompts that begin like an earlier one start from where they differ (not with
+    speculation.pin_rows, which promises bits)."""
+    prefix_bytes: Count | Literal["auto"] = "auto"
+    """Memory of a rank for the states behind prompts' beginnings; auto: 4 states a slot, at least
+    32."""
+    prefix_tokens: Count = 2048
+    """A long prompt's state is saved at multiples of so many tokens, and at its end."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What operations of the delta net may round a state to on its way (its memory is float32);
     auto: what the checkpoint says."""
@@ -363,7 +372,7 @@ class Spec:
         if self.quantization == "fp8" and quantised and quantised.method != "fp8":
             rule = f"must be model: {model.source} has weights quantised by {quantised.method}"
             raise self.error("quantization", rule)
-        return RunConfig(
+        run = RunConfig(
             model_dir=str(model_dir),
             coarse_state=coarse != "float32",
             dtype=self.resolved_dtype,
@@ -384,6 +393,21 @@ class Spec:
             pin_rows=self.speculation.pin_rows,
             ablation=self.ablation,
         )
+        return dataclasses.replace(run, num_snapshots=self._num_snapshots(model, run))
+
+    def _num_snapshots(self, model: ModelConfig, run: RunConfig) -> int:
+        """Saved states of prompts' beginnings that a rank has room for."""
+        if not self.cache.prefix or run.pin_rows:
+            return 0
+        if self.cache.prefix_bytes == "auto":
+            return max(MIN_AUTO_SNAPSHOTS, SNAPSHOTS_PER_SLOT * run.max_slots)
+        from outrider.model.plan import snapshot_bytes
+
+        each = snapshot_bytes(model, run)
+        if self.cache.prefix_bytes < each:
+            rule = f"at least {each:,}, one state of this model on a rank; or cache.prefix: false"
+            raise self.error("cache.prefix_bytes", rule)
+        return self.cache.prefix_bytes // each
 
     def page_budget(self, memory_bytes: int | None = None) -> int:
         """Bytes that a rank may use. memory_bytes: what it has; None: an equal part of the host's
@@ -428,8 +452,8 @@ class Spec:
                 "cache.num_pages",
                 f"a request of limits.max_model_len = {run.max_model_len} takes {need:,} bytes a "
                 f"rank with the weights and {run.max_slots} slots, {budget:,} may be used, "
-                f"{need - budget:,} too few: lower limits.max_model_len or limits.max_slots, "
-                f"raise cache.max_memory_utilization or use more ranks",
+                f"{need - budget:,} too few: lower limits.max_model_len, limits.max_slots or "
+                f"cache.prefix_bytes, raise cache.max_memory_utilization or use more ranks",
             )
         return min(fit, wanted)
 

@@ -76,6 +76,8 @@ def limits_of(spec: Spec, model: ModelConfig, run: RunConfig) -> Limits:
         draft_tokens=run.draft_tokens,
         drafter=run.drafter,
         overshoot_rows=overshoot_rows(run.draft_tokens),
+        num_snapshots=run.num_snapshots,
+        snapshot_tokens=spec.cache.prefix_tokens,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
         sampling_defaults=spec.sampling_defaults(model),

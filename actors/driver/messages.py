@@ -41,6 +41,8 @@ class GenerationRequest:
     """Whether each chunk of the answer holds tokens of one source, which its `draft_info` names."""
     priority: int = 0
     """Of those that wait, the request with the smallest number gets the next slot."""
+    cache_salt: str = ""
+    """Work on a prompt's beginning is shared with requests of the same salt alone."""
     key: str = ""
     """Name under which the caller may abort it; empty: none."""
 
@@ -57,6 +59,8 @@ class RequestStats:
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     """How often the draft at position i (0 first) was accepted; as long as the engine's K."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed, because an earlier request began like it."""
     ttft_s: float = 0.0
     """From submit to the first token."""
     tpot_s: float = 0.0

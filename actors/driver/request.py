@@ -17,6 +17,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from outrider.actors.driver.messages import Chunk, Completion, DraftInfo, RequestStats
+from outrider.actors.driver.prefix import Chain
 from outrider.actors.driver.stop_strings import StopStrings
 from outrider.actors.errors import RequestFailedError
 from outrider.model.step import Progress, Sampling
@@ -64,20 +65,25 @@ class Request:
         key: str = "",
         priority: int = 0,
         draft_info: bool = False,
+        cache_salt: str = "",
         detokenizer: Detokenizer | None = None,
     ) -> None:
         """number: never used twice. sampling: its seed drawn, max_tokens cut to the context.
 
         stop: texts that end the answer. include_stop: what ends it has a part in its text. key: the
-        caller's name for it. priority, draft_info: as in GenerationRequest. detokenizer: None
-        where the checkpoint has no tokenizer; then every text is empty.
+        caller's name for it. priority, draft_info, cache_salt: as in GenerationRequest.
+        detokenizer: None where the checkpoint has no tokenizer; then every text is empty.
         """
         self.number = number
         self._drafter = drafter
         self.prompt = prompt
         self.sampling = sampling
         self.key = key
-        self.priority = priority
+        self.priority, self.cache_salt = priority, cache_salt
+        self.chain: Chain | None = None
+        """Of what prefill runs when it joins next, once the scheduler has looked for it."""
+        self.cached_tokens = 0
+        """Tokens of its prompt that were not computed for it."""
         self.emitted: list[int] = []
         self.slot: int | None = None
         """None while it waits, and for ever if it ends before it gets one."""
@@ -162,9 +168,12 @@ class Request:
             self._runs += _runs_of(progress)
         return progress
 
-    def admit(self, slot: int) -> None:
-        """It joins the ranks in this slot, behind what it has emitted."""
-        self.slot, self.was_admitted = slot, True
+    def admit(self, slot: int, cached_tokens: int = 0) -> None:
+        """It joins the ranks in this slot, behind what it has emitted. cached_tokens: of those that
+        prefill need not run."""
+        if not self.was_admitted:
+            self.cached_tokens = cached_tokens
+        self.slot, self.was_admitted, self.chain = slot, True, None
 
     def suspend(self, join_number: int) -> None:
         """It leaves its slot and waits for another. join_number: for its next join.
@@ -243,6 +252,7 @@ class Request:
             drafted=counters.drafted,
             accepted=counters.accepted,
             accepted_per_position=list(counters.per_position),
+            cached_tokens=self.cached_tokens,
             ttft_s=self._first_s - self._submitted_s,
             tpot_s=(self._last_s - self._first_s) / num_later if num_later else 0.0,
             e2e_s=self._last_s - self._submitted_s,

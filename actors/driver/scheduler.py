@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from outrider.actors.driver.blocks import BlockAllocator
 from outrider.actors.driver.messages import GenerationRequest
+from outrider.actors.driver.prefix import Chain, Hit, PrefixCache
 from outrider.actors.driver.request import Counters, Detokenizer, Request
 from outrider.actors.driver.suspects import Suspects
 from outrider.actors.errors import (
@@ -29,7 +30,7 @@ from outrider.actors.errors import (
     RequestError,
     RequestFailedError,
 )
-from outrider.model.step import Command, Grow, Join, Leave, Progress, Sampling, StepEvent
+from outrider.model.step import Command, Grow, Join, Leave, Progress, Restore, Sampling, StepEvent
 
 ITERATIONS_AHEAD = 4
 """A request gets more pages before those that it has may be full after so many iterations: when
@@ -51,6 +52,10 @@ class Limits:
     drafter: str
     overshoot_rows: int
     """Rows past max_tokens that an iteration may write (model.plan.overshoot_rows)."""
+    num_snapshots: int = 0
+    """Places for states of prompts' beginnings; 0: every prompt is computed."""
+    snapshot_tokens: int = 2048
+    """A long prompt's state is saved at multiples of so many tokens, and at its end."""
     vocab_size: int
     eos_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -69,6 +74,7 @@ class Scheduler:
         self.limits = limits
         self.blocks = BlockAllocator(limits.max_slots, limits.num_pages)
         self._suspects = Suspects(enough_tokens=2 * (limits.draft_tokens + 1))
+        self.prefix = PrefixCache(self.blocks, limits.num_snapshots, limits.snapshot_tokens)
         self._waiting: dict[int, Request] = {}
         self._line: list[tuple[int, int]] = []
         """Heap of (priority, number) of those that wait, and of some that do not any more, or
@@ -84,7 +90,8 @@ class Scheduler:
     def reset_totals(self) -> None:
         """Count from here on."""
         self.counters = Counters(self.limits.draft_tokens)
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_hits = self.cached_tokens = 0
+        self.prefix.num_evicted = 0
         self.num_requests = {"submitted": 0, "finished": 0, "aborted": 0, "failed": 0}
 
     @property
@@ -146,6 +153,7 @@ class Scheduler:
             draft_info=asked.draft_info,
             key=asked.key,
             priority=asked.priority,
+            cache_salt=asked.cache_salt,
             detokenizer=detokenizer,
         )
         self._wait(request)
@@ -164,28 +172,57 @@ class Scheduler:
         self._leaves.clear()
         reserved = sum(self._pages_to_come(request) for request in self._running.values())
         while (request := self._next()) is not None:
-            need = self._pages_wanted(request)
-            if need + reserved > self.blocks.free_pages:
-                break
-            allocation = self.blocks.allocate(request.number, need)
-            if allocation is None:
+            join = self._admit(request, reserved)
+            if join is None:
                 break
             reserved += self._pages_to_come(request)
-            del self._waiting[request.number]
-            self._running[request.join_number] = request
-            request.admit(allocation.slot)
-            commands.append(
-                Join(
-                    slot=allocation.slot,
-                    request=request.join_number,
-                    tokens=request.prompt,
-                    pages=list(allocation.pages),
-                    sampling=request.sampling,
-                    end_ids=self._end_ids(request.sampling),
-                    emitted=list(request.emitted),
-                )
-            )
+            commands.append(join)
         return commands
+
+    def _admit(self, request: Request, reserved: int) -> Join | None:
+        """Give a waiting request a slot and its first pages; None where they lack, or would leave
+        fewer than `reserved` to the running ones."""
+        if not self.blocks.free_slots:
+            return None
+        chain = request.chain = request.chain or self._chain_of(request)
+        hit = self._find(request, chain)
+        shared = hit.pages if hit else []
+        self.blocks.hold(shared)
+        need = self._pages_wanted(request) - len(shared)
+        fits = need + reserved <= self.blocks.available_pages and self.prefix.make_room(need)
+        allocation = self.blocks.allocate(request.number, need, shared) if fits else None
+        if allocation is None:
+            self.blocks.release(shared)
+            return None
+        del self._waiting[request.number]
+        self._running[request.join_number] = request
+        rows = hit.rows if hit else 0
+        request.admit(allocation.slot, rows)
+        self.num_hits += hit is not None
+        self.cached_tokens += rows
+        page = allocation.pages[len(shared)]
+        return Join(
+            slot=allocation.slot,
+            request=request.join_number,
+            tokens=request.prompt,
+            pages=list(allocation.pages),
+            sampling=request.sampling,
+            end_ids=self._end_ids(request.sampling),
+            emitted=list(request.emitted),
+            restore=hit and Restore(hit.snapshot, hit.rows, hit.last_page, page),
+            saves=self.prefix.reserve(request.join_number, chain, rows),
+        )
+
+    def _chain_of(self, request: Request) -> Chain:
+        """Of the tokens that prefill runs for it."""
+        tokens = request.prompt + request.emitted[:-1]
+        return Chain(tokens, self.limits.page_tokens, request.cache_salt)
+
+    def _find(self, request: Request, chain: Chain) -> Hit | None:
+        """What it need not compute. Log probabilities of its prompt need all rows, once."""
+        if request.sampling.prompt_logprobs is not None and not request.emitted:
+            return None
+        return self.prefix.find(chain)
 
     def apply(self, event: StepEvent) -> list[Request]:
         """Hand a step's progress to its requests, and free those that ended; -> each that changed.
@@ -199,6 +236,8 @@ class Scheduler:
             if request is None:
                 continue
             assert request.slot == progress.slot, f"{progress} is not of slot {request.slot}"
+            if progress.tokens:
+                self.prefix.publish(request.join_number, self.blocks.pages_of(request.number))
             self._accept(request, progress)
             if request.ended:
                 known = progress.finish is not None or bool(progress.error)
@@ -229,13 +268,14 @@ class Scheduler:
             self._free(request, ranks_know=True)
             self._resume_later(request)
         self._leaves.clear()
+        self.prefix.clear()
         return culprit
 
     def use_ranks(self, num_pages: int) -> list[Request]:
         """New ranks hold so many KV pages; -> those that can never run on them and have failed."""
         assert not self._running, "requests still run on other ranks"
         self.limits = dataclasses.replace(self.limits, num_pages=num_pages)
-        self.blocks = BlockAllocator(self.limits.max_slots, num_pages)
+        self.blocks = self.prefix.blocks = BlockAllocator(self.limits.max_slots, num_pages)
         failed = []
         for request in list(self._waiting.values()):
             try:
@@ -315,6 +355,7 @@ class Scheduler:
         assert request.slot is not None
         del self._running[request.join_number]
         self.blocks.free(request.number)
+        self.prefix.cancel(request.join_number)
         if not ranks_know:
             self._leaves.append(Leave(slot=request.slot, request=request.join_number))
         if not self._running:
@@ -329,10 +370,12 @@ class Scheduler:
         grows: list[Grow] = []
         for request in sorted(self._running.values(), key=_age):
             while request.slot is not None:
-                held = self.blocks.held_pages(request.number)
+                held = len(self.blocks.pages_of(request.number))
                 if held >= self._pages_for(request, self._rows * ITERATIONS_AHEAD):
                     break
-                pages = self.blocks.grow(request.number, self._pages_wanted(request) - held)
+                wanted = self._pages_wanted(request) - held
+                self.prefix.make_room(min(wanted, self.blocks.available_pages))
+                pages = self.blocks.grow(request.number, wanted)
                 if pages:
                     grows.append(Grow(slot=request.slot, request=request.join_number, pages=pages))
                 if held + len(pages) >= self._pages_for(request, self._rows):
@@ -355,7 +398,8 @@ class Scheduler:
         """The pages that a running request will ask for next. They are not given to new ones: one
         that joins must not be the next to be suspended."""
         ahead = self._rows * ITERATIONS_AHEAD + 2 * GROWTH_TOKENS
-        return max(0, self._pages_for(request, ahead) - self.blocks.held_pages(request.number))
+        held = len(self.blocks.pages_of(request.number))
+        return max(0, self._pages_for(request, ahead) - held)
 
     @property
     def _rows(self) -> int:

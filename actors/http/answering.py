@@ -121,6 +121,7 @@ class Answering:
                         include_stop=body.include_stop_str_in_output,
                         show_special=not body.skip_special_tokens,
                         draft_info=body.return_draft_info,
+                        cache_salt=body.cache_salt or "",
                     )  # fmt: skip
                     handles.append(self._driver.submit(one, changed))
                     await asyncio.sleep(0)  # the driver looks at each id of each choice

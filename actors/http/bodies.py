@@ -29,6 +29,7 @@ from outrider.model.step import (
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 16, 256, 64
 MAX_BAD_WORDS = 64
+MAX_SALT_CHARS = 1024
 MAX_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
 
@@ -235,6 +236,7 @@ class CommonFields(Body):
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] = []
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ID)] | None = None
     priority: Annotated[Whole, Field(ge=-MAX_ID, le=MAX_ID)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None

@@ -17,7 +17,7 @@ ANTHROPIC_UNUSED = frozenset({
 })  # fmt: skip
 UNUSED: Mapping[str, frozenset[str]] = {
     "Settings": frozenset({
-        "cache_salt", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
+        "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
         "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
         "spaces_between_special_tokens", "store", "verbosity",
     }),

@@ -41,6 +41,9 @@ COUNTERS = {
     "recoveries": "recoveries",
     "recovery_s": "recovery_seconds",
     "preemptions": "preemptions",
+    "prefix_hits": "prefix_hits",
+    "cached_tokens": "cached_prompt_tokens",
+    "prefix_evictions": "prefix_evictions",
 }
 """Key of Driver.stats() -> name of the metric, after `outrider_`."""
 

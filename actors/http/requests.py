@@ -57,6 +57,7 @@ class HttpRequest:
         self.was_cut = False
         self.started_s = time.perf_counter()
         self._num_prompt_tokens = sum(map(len, prompts))
+        self._num_choices = len(handles) // len(prompts)
         self._open_requests = open_requests
         open_requests.add(self)
 
@@ -89,7 +90,7 @@ class HttpRequest:
         answered = sum(len(request.emitted) for request in self.requests)
         answered = 0 if self._without_answer else answered
         stats = [request.stats() for request in self.requests]
-        return usage_of(self._num_prompt_tokens, answered, stats)
+        return usage_of(self._num_prompt_tokens, answered, stats, self._num_choices)
 
     async def watching(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, unless the client goes first: ApiError 499, which nobody reads."""

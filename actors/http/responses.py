@@ -292,14 +292,21 @@ def with_reasoning(usage: dict[str, Any], num_tokens: int) -> dict[str, Any]:
 
 
 def usage_of(
-    prompt_tokens: int, completion_tokens: int, stats: Sequence[RequestStats]
+    prompt_tokens: int, completion_tokens: int, stats: Sequence[RequestStats], num_choices: int = 1
 ) -> dict[str, Any]:
-    """OpenAI's `usage`, with the counts of speculation. prompt_tokens: each prompt once."""
+    """OpenAI's `usage`, with the counts of speculation.
+
+    prompt_tokens: each prompt once. stats: of all choices, prompt by prompt. A prompt's tokens are
+    cached as far as they were for the first of its num_choices choices, since the others may share
+    its work.
+    """
+    cached = sum(s.cached_tokens for s in stats[::num_choices])
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,

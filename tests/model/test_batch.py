@@ -233,7 +233,7 @@ def test_prompt_tokens_are_padded_and_followed_by_the_next_ones() -> None:
     assert (ints(chunk.counts), ints(chunk.draft_counts)) == ([2, 4], [1, 4])
     assert ints(chunk.ends) == [0]
     assert chunk.num_pages == 1
-    assert chunk.features == SamplingFeatures(drawn=True)
+    assert packer().first_features([DRAWN]) == SamplingFeatures(drawn=True)
     assert chunk_of(packer(), (goes_on, 0, 4), width=4).ends is None
 
 

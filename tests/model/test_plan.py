@@ -16,7 +16,8 @@ from tests.ranks import Team
 @pytest.mark.parametrize("draft_body", ["local", "sharded"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "changes", [{}, {"dtype": "bfloat16", "draft_head": "fp8"}, {"draft_tokens": 0}]
+    "changes",
+    [{}, {"dtype": "bfloat16", "draft_head": "fp8", "num_snapshots": 3}, {"draft_tokens": 0}],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_estimate_equals_allocation(
@@ -34,6 +35,7 @@ def assert_plan_is_allocation(team: Team) -> None:
             "weights": plan.weight_bytes,
             "states": plan.slot_bytes * plan.num_slots,
             "kv": plan.kv_page_bytes * team.run_config.num_pages,
+            "snapshots": plan.snapshot_bytes * plan.num_snapshots,
         }
 
 
@@ -95,6 +97,7 @@ def test_published_sizes_of_qwen3_5_2b_at_tp2(tmp_path: Path) -> None:
     body = plan.parts["draft body"] - 2 * 5 * 2048 - (4 * (8 + 2) - 2 * 2) * 256
     assert body / 1e6 == pytest.approx(121.656, abs=0.001)
     assert plan.kv_token_bytes == {"target": 6144, "draft": 2048}
+    assert plan.snapshot_bytes == 9_437_184 + 331_776 + 2 * 2048
 
 
 def test_pages_and_budget(tmp_path: Path) -> None:

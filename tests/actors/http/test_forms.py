@@ -61,6 +61,28 @@ def test_of_best_of_answers_the_likeliest_a_token_come_back(offline: Offline) ->
     assert [c["token_ids"] for c in plain["choices"]] == [out.tokens for out in outs[:2]] * 2
 
 
+def test_usage_tells_what_of_a_prompt_was_known_and_salts_keep_tenants_apart() -> None:
+    async def answers() -> list[dict[str, Any]]:
+        async with server(num_snapshots=8) as ask:
+            fields: dict[str, Any] = {"temperature": 0.7, "seed": 1, "prompt": PROMPT}
+            return [
+                await ask("completions", **fields),
+                await ask("completions", **fields),
+                await ask("completions", **fields, cache_salt="a"),
+                await ask("completions", **fields, cache_salt="a"),
+                await ask("completions", **{**fields, "prompt": [PROMPT, PROMPT]}, n=3),
+                await ask("completions", **{**fields, "prompt": PROMPT + " and then"}),
+            ]
+
+    got = asyncio.run(answers())
+    length = got[0]["usage"]["prompt_tokens"]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in got]
+    assert cached[:5] == [0, length, 0, length, 2 * length]
+    assert 0 < cached[5] <= length
+    texts = [one["choices"][0]["text"] for one in got[:5]]
+    assert texts == texts[:1] * 5
+
+
 def test_what_ends_an_answer_belongs_to_it_where_asked(offline: Offline) -> None:
     ids = offline.tokenizer.encode(PROMPT)
     (plain,) = offline(ids, [{}])

@@ -67,12 +67,12 @@ def offline() -> Offline:
 
 
 @asynccontextmanager
-async def server(folder: Path = TINY) -> AsyncIterator[Ask]:
+async def server(folder: Path = TINY, **changes: Any) -> AsyncIterator[Ask]:
     """(path, fields) -> the answer of a server whose drafts are on; asserts that it is a 200.
 
-    A path without fields is asked for with GET.
+    A path without fields is asked for with GET. changes: of the engine.
     """
-    (runner,) = Team(folder, draft_tokens=K, **ENGINE).runners
+    (runner,) = Team(folder, draft_tokens=K, **ENGINE, **changes).runners
     runner.hang = threading.Event()  # type: ignore[attr-defined] # what ThreadRanks stops by
     run, model, tokenizer = runner.run, runner.model, Tokenizer(folder)
     bounds = limits_of(made(model=str(folder)), model, run)
