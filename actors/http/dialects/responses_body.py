@@ -20,12 +20,22 @@ from outrider.actors.http.dialects.body import DialectBody
 from outrider.actors.http.rules import rule, unsupported
 
 Texts = list[Part]
-INCLUDED_NOWHERE = frozenset({
+SEAL = "outrider:"
+INCLUDABLE = frozenset({
     "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
     "web_search_call.action.sources", "web_search_call.results",
 })  # fmt: skip
-"""Values of `include` that ask for parts of items which no answer of this server has."""
+"""Values of `include`. All but one ask for parts of items that no answer of this server has."""
+
+
+def sealed(thought: str) -> str:
+    """A thought as `encrypted_content`, which clients keep and send again without looking at it.
+
+    It is no secret from whoever asked, so it is not encrypted. The seal tells it from thoughts of
+    other servers, which only they can read.
+    """
+    return SEAL + thought
 
 
 def _parts(value: Any) -> Any:
@@ -68,11 +78,15 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     summary: list[ReasoningPart] = []
     content: list[ReasoningPart] = []
+    encrypted_content: str | None = None
 
     @property
     def text(self) -> str:
         if self.content:
             return "".join(part.text for part in self.content)
+        kept = self.encrypted_content or ""
+        if kept.startswith(SEAL):
+            return kept.removeprefix(SEAL)
         return "\n\n".join(part.text for part in self.summary)
 
 
@@ -88,7 +102,7 @@ def _item(value: Any) -> Item:
         raise rule("must be an object")
     kind = value.get("type") or "message"
     if kind == "item_reference":
-        raise unsupported("this server keeps no items: send the item itself")
+        raise unsupported("this server keeps no items (store: false): send the item itself")
     if not isinstance(kind, str) or kind not in ITEMS:
         raise unsupported(f"an item of type {reprlib.repr(kind)}: not supported by this server")
     return ITEMS[kind].model_validate(value)
@@ -114,7 +128,7 @@ def _format(value: Any) -> dict[str, Any]:
 
 
 def _include(value: str) -> str:
-    if value not in INCLUDED_NOWHERE:
+    if value not in INCLUDABLE:
         raise unsupported(f"{reprlib.repr(value)}: not supported by this server")
     return value
 
@@ -129,6 +143,9 @@ class TextSettings(Body):
 
 class ReasoningSettings(Body):
     effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The older name of `summary`."""
 
 
 class FunctionTool(Body):
@@ -175,6 +192,15 @@ class ResponsesBody(DialectBody):
     """As a chat has it: a grammar beside those of text.format."""
     previous_response_id: Annotated[None, BeforeValidator(_keeps_nothing)] = None
     conversation: Annotated[None, BeforeValidator(_keeps_nothing)] = None
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether thoughts are told as summaries of themselves, which is where clients look."""
+        return bool(self.reasoning.summary or self.reasoning.generate_summary)
+
+    @property
+    def wants_sealed_thoughts(self) -> bool:
+        return "reasoning.encrypted_content" in self.include
 
     def chat_fields(self) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,16 +19,40 @@ from outrider.actors.driver.messages import Chunk, Completion
 from outrider.actors.http import reply
 from outrider.actors.http.bodies import ApiError
 from outrider.actors.http.calls import ArgumentsPiece, CallBegins, CallEnds
-from outrider.actors.http.dialects.responses_body import ResponsesBody
+from outrider.actors.http.dialects.responses_body import ResponsesBody, sealed
 from outrider.actors.http.reply import Content, Reasoning
 from outrider.actors.http.reply_reader import ReplyReader
 from outrider.actors.http.writing import Event
 
-PARTS: Mapping[str, Mapping[str, Any]] = {
-    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-    "reasoning": {"type": "reasoning_text", "text": ""},
-}
-"""By type of item, its one part while it is empty."""
+
+@dataclass(frozen=True, kw_only=True)
+class PartForm:
+    """How the one part of an item is told, which holds its text."""
+
+    type: str
+    home: str
+    """The field of the item that lists the part."""
+    index: str
+    """What events call the part's place in that list."""
+    event: str
+    """The beginning of the names of events about the part."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the part."""
+    text_extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of events about its text."""
+
+
+TEXT = PartForm(
+    type="output_text", home="content", index="content_index", event="content_part",
+    extra={"annotations": [], "logprobs": []}, text_extra={"logprobs": []},
+)  # fmt: skip
+THOUGHT = PartForm(
+    type="reasoning_text", home="content", index="content_index", event="content_part"
+)
+SUMMARY = PartForm(
+    type="summary_text", home="summary", index="summary_index", event="reasoning_summary_part"
+)
+"""The thought itself, where a summary of it is asked for."""
 
 
 class ResponsesWriter:
@@ -53,6 +78,8 @@ class ResponsesWriter:
         """Text of the open item."""
         self._events: list[Event] = []
         self._num_events = 0
+        self._forms = {"message": TEXT, "reasoning": SUMMARY if body.wants_summary else THOUGHT}
+        """By type of item."""
 
     def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> bytes:
         (answer,) = answers
@@ -117,9 +144,7 @@ class ResponsesWriter:
             self._close("completed")
             self._open(kind, **fields)
         self._pieces.append(text)
-        extra = {"logprobs": []} if kind == "message" else {}
-        name = "output_text" if kind == "message" else "reasoning_text"
-        self._tell_of_item(f"{name}.delta", content_index=0, delta=text, **extra)
+        self._tell_of_text(self._forms[kind], "delta", delta=text)
 
     def _open(self, kind: str, **fields: Any) -> None:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
@@ -127,8 +152,8 @@ class ResponsesWriter:
         self._items.append(item)
         self._is_open, self._pieces = True, []
         self._tell("output_item.added", output_index=len(self._items) - 1, item=dict(item))
-        if kind in PARTS:
-            self._tell_of_item("content_part.added", content_index=0, part=PARTS[kind])
+        if form := self._forms.get(kind):
+            self._tell_of_part(form, "added", text="")
 
     def _close(self, status: str) -> None:
         """The open item, if there is one, is complete, or cut off."""
@@ -140,14 +165,24 @@ class ResponsesWriter:
             item["arguments"] = text
             self._tell_of_item("function_call_arguments.done", name=item["name"], arguments=text)
         else:
-            part = {**PARTS[kind], "text": text}
-            item["content"] = [part]
-            extra = {"logprobs": []} if kind == "message" else {}
-            self._tell_of_item(f"{part['type']}.done", content_index=0, text=text, **extra)
-            self._tell_of_item("content_part.done", content_index=0, part=part)
+            form = self._forms[kind]
+            self._tell_of_text(form, "done", text=text)
+            item[form.home] = [self._tell_of_part(form, "done", text=text)]
+            if kind == "reasoning" and self._body.wants_sealed_thoughts:
+                item["encrypted_content"] = sealed(text)
         item["status"] = status
         self._is_open = False
         self._tell("output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _tell_of_text(self, form: PartForm, kind: str, **fields: Any) -> None:
+        name = "reasoning_summary_text" if form is SUMMARY else form.type
+        self._tell_of_item(f"{name}.{kind}", **{form.index: 0}, **fields, **form.text_extra)
+
+    def _tell_of_part(self, form: PartForm, kind: str, *, text: str) -> dict[str, Any]:
+        """The part of the open item -> as it is told."""
+        part = {"type": form.type, "text": text, **form.extra}
+        self._tell_of_item(f"{form.event}.{kind}", **{form.index: 0}, part=part)
+        return part
 
     def _tell_of_item(self, kind: str, **fields: Any) -> None:
         index = len(self._items) - 1
@@ -187,7 +222,7 @@ class ResponsesWriter:
             "output": list(self._items),
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
             "service_tier": "default",
             "store": False,
             **picked,

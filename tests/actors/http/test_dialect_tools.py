@@ -95,6 +95,62 @@ def test_a_response_has_an_item_for_each_part(form: tuple[Path, str]) -> None:
     run(work)
 
 
+def test_a_thought_is_a_summary_of_itself_where_one_is_asked_for(form: tuple[Path, str]) -> None:
+    folder, text = form
+    ask = ASK | {"reasoning": {"summary": "auto"}}
+
+    async def work() -> None:
+        async with saying(text, folder) as (http, client):
+            whole = await client.responses.create(**ask)
+            thought = whole.output[0]
+            assert [(part.type, part.text) for part in thought.summary] == [
+                ("summary_text", THOUGHT)
+            ]
+            assert thought.content == []
+            told = await streamed(http, "/v1/responses", **ask)
+            kinds = [e["type"] for e in told if e.get("output_index") == 0]
+            num_deltas = kinds.count("response.reasoning_summary_text.delta")
+            assert kinds == [
+                "response.output_item.added", "response.reasoning_summary_part.added",
+                *["response.reasoning_summary_text.delta"] * num_deltas,
+                "response.reasoning_summary_text.done", "response.reasoning_summary_part.done",
+                "response.output_item.done",
+            ]  # fmt: skip
+            assert {e["summary_index"] for e in told if "summary_index" in e} == {0}
+            assert "".join(e["delta"] for e in told if "summary_index" in e and "delta" in e) == (
+                THOUGHT
+            )
+            async with client.responses.stream(**ask) as stream:
+                last = await stream.get_final_response()
+            assert last.output[0].summary == thought.summary
+
+    run(work)
+
+
+def test_a_thought_that_clients_keep_unseen_comes_back(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, IN_TAGS)
+    ask = ASK | {"include": ["reasoning.encrypted_content"], "store": False}
+
+    def thought_of(item: dict[str, Any]) -> str | None:
+        body = parse(ResponsesBody, json.dumps(ASK | {"input": [USER, item]}).encode())
+        return body.chat.conversation()[-1].get("reasoning_content")
+
+    async def work() -> None:
+        async with saying(TAGS, folder) as (http, client):
+            whole = await client.responses.create(**ask)
+            item = whole.output[0].model_dump()
+            told = await streamed(http, "/v1/responses", **ask)
+            done = next(e["item"] for e in told if e["type"] == "response.output_item.done")
+            assert done["encrypted_content"] == item["encrypted_content"]
+            kept = item | {"content": None, "summary": []}
+            assert thought_of(kept) == THOUGHT
+            assert thought_of(kept | {"encrypted_content": "gAAAAB"}) is None
+            plain = await client.responses.create(**ASK)
+            assert plain.output[0].encrypted_content is None
+
+    run(work)
+
+
 def test_events_of_a_response_add_up_wherever_its_limit_cuts(form: tuple[Path, str]) -> None:
     folder, text = form
     length = length_of(folder, text)
