@@ -37,7 +37,7 @@ from outrider.actors.http.bodies import ApiError, CompletionBody, Settings
 from outrider.actors.http.chat_reply import ChatReply
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
-from outrider.actors.http.prompts import ReadPrompt, banned_ids, chat_text, reply_of
+from outrider.actors.http.prompts import ReadPrompt, banned_tokens, chat_text, reply_of
 from outrider.actors.http.responses import usage_of, with_reasoning
 from outrider.actors.options import EXIT_CODES, Config, Model, Sets, config_file, overrides
 from outrider.model.config import ConfigError
@@ -85,7 +85,7 @@ class JobRunner:
             body, prompt = self._read(line)
             grammar = prompt.grammar
             room = self._limits.room_for(len(prompt.ids))
-            banned = self._banned_ids(body)
+            banned = self._banned(body)
             (sampling,) = body.samplings(
                 room, self._limits.sampling_defaults, banned, grammar=grammar
             )
@@ -155,12 +155,12 @@ class JobRunner:
         kept = body.kept_prompt_tokens(self._limits.max_model_len)
         return prompt[-kept:] if kept else prompt
 
-    def _banned_ids(self, body: Settings) -> tuple[int, ...]:
+    def _banned(self, body: Settings) -> list[list[int]]:
         if not body.bad_words:
-            return ()
+            return []
         if self._tokenizer is None:
             raise ApiError(400, "bad_words: this checkpoint has no tokenizer")
-        return banned_ids(self._tokenizer, body.bad_words)
+        return banned_tokens(self._tokenizer, body.bad_words)
 
 
 def read_lines(path: Path) -> list[InputLine]:

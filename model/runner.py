@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from outrider.model import ablation, backlog
+from outrider.model.banned import BannedSequences
 from outrider.model.batch import BatchPacker, DecodeBatch, PromptChunk
 from outrider.model.config import RunConfig, load_config
 from outrider.model.executor import Drafter, Executor, run_at_once
-from outrider.model.grammar import GrammarError, Grammars
+from outrider.model.grammar import GrammarError, Grammars, Matcher
 from outrider.model.plan import check_device, check_pages, memory_plan
 from outrider.model.prefill import PaddedSpans, PrefillPolicy
 from outrider.model.running import InFlight, InFlightStep, RunningRequest, SlotTable
@@ -107,11 +108,7 @@ class Runner:
         ignored."""
         for command in commands:
             if isinstance(command, Join):
-                grammar = command.sampling.grammar
-                matcher = None
-                if grammar is not None:
-                    matcher = self.grammars.matcher(grammar, command.emitted)
-                request = self.slots.add(command, self.run.draft_tokens, matcher)
+                request = self.slots.add(command, self.run.draft_tokens, self._matcher(command))
                 self.executor.slots.reset(command)
                 self.executor.states.reset(command.slot)
                 if command.restore is not None:
@@ -121,13 +118,20 @@ class Runner:
             elif (had := self.slots.grow(command)) is not None:
                 self.executor.slots.grow(command, had)
 
+    def _matcher(self, join: Join) -> Matcher | BannedSequences | None:
+        """What says which tokens may follow the answer of a request; None where nothing does."""
+        grammar, banned = join.sampling.grammar, join.sampling.banned_sequences
+        if grammar is not None:
+            return self.grammars.matcher(grammar, join.emitted)
+        return BannedSequences(banned, join.emitted, self.model.vocab_size) if banned else None
+
     @torch.inference_mode()
     def step(self) -> list[Progress]:
         """Launch the next step, then read the results of the step before.
 
         Where the device does not run ahead, the step that was just launched is read at once. Where
         it does, an end is found one iteration late, and the tokens beyond it are dropped. It does
-        not while some request has a grammar.
+        not while some request has a matcher.
         """
         launches = self.slots.can_run
         if launches:
@@ -294,7 +298,7 @@ class Runner:
         batch: DecodeBatch,
         drafts: Tensor,
     ) -> None:
-        """Apply the grammars of `requests` to the drafts [B, K] of their iteration, and to limits,
+        """Apply the matchers of `requests` to the drafts [B, K] of their iteration, and to limits,
         the drafts that each request takes."""
         (proposed,) = self.device.fetch([drafts]).wait()
         rows = proposed.tolist()
@@ -308,7 +312,7 @@ class Runner:
         self.packer.set_limits(batch, limits)
 
     def _allow(self, request: RunningRequest, drafts: list[int], most: int) -> list[int]:
-        """The drafts, at most so many, that the grammar of a request leaves; the device gets the
+        """The drafts, at most so many, that the matcher of a request leaves; the device gets the
         masks of its rows. Where no token can follow, the request leaves with an error."""
         if request.matcher is None:
             return []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.model.banned import BannedSequences
 from outrider.model.grammar import Matcher
 from outrider.model.step import Grow, Join, Leave, Progress, Sampling
 from outrider.parallel.device import Fetched
@@ -24,8 +25,8 @@ class RunningRequest:
     join: Join
     draft_tokens: int
     """The most drafts that an iteration may make for it."""
-    matcher: Matcher | None = None
-    """Where it stands in its grammar; None where it has none."""
+    matcher: Matcher | BannedSequences | None = None
+    """Where it stands in what says which tokens may follow; None where nothing does."""
     prefilled: int = 0
     """Number of tokens of `prompt` that have been launched."""
     emitted: int = 0
@@ -143,11 +144,11 @@ class SlotTable:
 
     @property
     def constrained(self) -> bool:
-        """Whether a request has a grammar: then each step is read before the next is launched."""
+        """Whether a request has a matcher: then each step is read before the next is launched."""
         return any(r.matcher is not None for r in self._requests.values())
 
     def add(
-        self, join: Join, max_draft_tokens: int, matcher: Matcher | None = None
+        self, join: Join, max_draft_tokens: int, matcher: Matcher | BannedSequences | None = None
     ) -> RunningRequest:
         """Put a request into a slot, which must be free. max_draft_tokens: the engine's K.
 
@@ -197,7 +198,7 @@ class SlotTable:
     def decoding(self) -> list[RunningRequest]:
         """The requests that another iteration must bring tokens, in the order of their slots.
 
-        What one with a grammar may say next depends on all of its tokens: they must be read. One
+        What one with a matcher may say next depends on all of its tokens: they must be read. One
         whose next rows may not have pages waits for a Grow.
         """
         return [

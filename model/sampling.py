@@ -43,7 +43,7 @@ def features_of(samplings: Sequence[Sampling]) -> SamplingFeatures:
         drawn=any(sampling.draws for sampling in samplings),
         filtered=any(sampling.filters for sampling in samplings),
         edited=any(sampling.edits for sampling in samplings),
-        masked=any(sampling.grammar is not None for sampling in samplings),
+        masked=any(sampling.constrained for sampling in samplings),
         logprobs=MAX_LOGPROBS if any(s.logprobs is not None for s in samplings) else None,
     )
 
@@ -109,7 +109,7 @@ class SamplingMemory:
         tokens follows another."""
         slot, sampling = join.slot, join.sampling
         drawn = sampling.draws
-        reported, masked = sampling.logprobs is not None, sampling.grammar is not None
+        reported, masked = sampling.logprobs is not None, sampling.constrained
         if drawn or sampling.edits or reported or masked:
             self._neutral.discard(slot)
         elif slot in self._neutral:

@@ -23,6 +23,7 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_ALLOWED_IDS = MAX_BANNED_IDS = 1024
+MAX_BANNED_SEQUENCES, MAX_SEQUENCE_TOKENS = 128, 2048
 SMALLEST_TOP_P = 1e-6
 JSON_WHITESPACE = r"( |\n {0,40})?"
 """Between the parts of a JSON text that a grammar allows: none, one space, or a new line and its
@@ -88,6 +89,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     named."""
     banned_ids: tuple[int, ...] = ()
     """Token ids that the answer never holds."""
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequences of two token ids or more that the answer never holds one behind the other."""
     min_tokens: int = 0
     """No stop id, EOS or stop string ends the answer before it has this many tokens."""
     logprobs: int | None = None
@@ -174,14 +177,30 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "all of them are in banned_ids: one token must be left",
             ),
             (
+                "banned_sequences",
+                len(self.banned_sequences) <= MAX_BANNED_SEQUENCES
+                and all(
+                    2 <= len(one) <= MAX_SEQUENCE_TOKENS and min(one) >= 0
+                    for one in self.banned_sequences
+                ),
+                f"must hold at most {MAX_BANNED_SEQUENCES} sequences of 2 to "
+                f"{MAX_SEQUENCE_TOKENS} token ids, 0 or more",
+            ),
+            (
+                "banned_sequences",
+                not (self.banned_sequences and self.allowed_ids),
+                "not together with allowed_ids: no token might be left",
+            ),
+            (
                 "banned_ids",
                 len(self.banned_ids) <= MAX_BANNED_IDS and all(i >= 0 for i in self.banned_ids),
                 f"must hold at most {MAX_BANNED_IDS} token ids, 0 or more",
             ),
             (
                 "allowed_ids",
-                self.grammar is None or not (self.allowed_ids or self.banned_ids),
-                "not together with a grammar, nor banned_ids: no token might be left",
+                self.grammar is None
+                or not (self.allowed_ids or self.banned_ids or self.banned_sequences),
+                "not together with a grammar, nor what is banned: no token might be left",
             ),
         )
 
@@ -198,6 +217,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The same request, with values of `defaults` in fields that are None."""
         left_open = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **left_open)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the tokens before one say which it may be: it has masks then."""
+        return self.grammar is not None or bool(self.banned_sequences)
 
     @property
     def edits(self) -> bool:

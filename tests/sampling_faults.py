@@ -191,6 +191,20 @@ SAMPLING_FAULTS = (
         GRAMMARS + "an_illegal_draft_is_cut_with_all_behind_it[3]",
     ),
     Fault(
+        "drafts do not count for what completes a banned sequence",
+        "model/banned.py",
+        "            tokens.append(draft)\n",
+        "",
+        "tests/actors/http/test_forms.py::test_words_of_several_tokens_are_never_said",
+    ),
+    Fault(
+        "a banned sequence forgets what a request said before it came back",
+        "model/banned.py",
+        "self._tokens = self._ends(emitted)",
+        "self._tokens = self._ends([])",
+        "tests/model/test_banned.py::test_a_token_is_banned_where_it_would_complete_a_sequence",
+    ),
+    Fault(
         "log probabilities of a prompt are those of the rows' own tokens",
         "model/runner.py",
         "chunk.following[index, :count]",

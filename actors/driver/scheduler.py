@@ -128,7 +128,9 @@ class Scheduler:
         self._check_ids("logit_bias token {}", [token for token, _ in sampling.logit_bias])
         self._check_ids("stop token {}", sampling.stop_ids)
         self._check_ids("allowed_token_ids: token {}", sampling.allowed_ids)
-        self._check_ids("banned token {}", sampling.banned_ids)
+        self._check_ids("bad_words: token {}", sampling.banned_ids)
+        for sequence in sampling.banned_sequences:
+            self._check_ids("bad_words: token {}", sequence)
         ends = self._end_ids(sampling)
         if sampling.min_tokens and sampling.allowed_ids and set(sampling.allowed_ids) <= set(ends):
             raise RequestError(

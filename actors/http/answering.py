@@ -110,7 +110,7 @@ class Answering:
             why = str(error).replace("sampling.grammar", name, 1)
             raise ApiError(400, why, param=name) from None
         try:
-            banned = self._prompts.banned_ids(body.bad_words)
+            banned = self._prompts.banned(body.bad_words)
             self._driver.check_queue(len(prompts) * body.num_answers)
             for prompt in prompts:
                 room = limits.room_for(len(prompt))
@@ -148,7 +148,7 @@ class Answering:
         if isinstance(error, QueueFullError):
             return self._too_busy(str(error), "queue_full")
         if isinstance(error, RequestError):
-            named = ("logit_bias", "stop", "allowed_token_ids")
+            named = ("logit_bias", "stop", "allowed_token_ids", "bad_words")
             name = next((word for word in named if str(error).startswith(word)), param)
             is_long = isinstance(error, PromptTooLongError)
             code = "context_length_exceeded" if is_long else None

@@ -8,7 +8,7 @@ waits, and nothing knows of sockets or tokenizers.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -301,19 +301,32 @@ class Settings(Structured, CommonFields):
     def stops(self) -> tuple[str, ...]:
         return tuple(self.stop or ())
 
+    def _check_allowed(self, banned: Sequence[Sequence[int]]) -> None:
+        allowed = set(self.allowed_token_ids or ())
+        if not allowed:
+            return
+        if any(len(one) > 1 for one in banned):
+            why = "a word of several tokens, not together with allowed_token_ids"
+            raise ApiError(400, f"bad_words: {why}: no token might be left", param="bad_words")
+        if allowed <= {token for one in banned for token in one}:
+            why = "allowed_token_ids: bad_words has all of them, so no token is left"
+            raise ApiError(400, why, param="allowed_token_ids")
+
     def samplings(
         self,
         context_left: int,
         defaults: Mapping[str, float],
-        banned_ids: tuple[int, ...] = (),
+        banned: Sequence[Sequence[int]] = (),
         *,
         grammar: Grammar | None,
     ) -> list[Sampling]:
         """One for each answer of a prompt that leaves `context_left` tokens.
 
         defaults: the model's, which win over those of the API (Limits.sampling_defaults).
-        banned_ids: the tokens of bad_words. grammar: of the answer, which may depend on the prompt.
+        banned: the tokens of each of bad_words. grammar: what holds the answer. ApiError where no
+        token might be left.
         """
+        self._check_allowed(banned)
         asked = self.max_answer_tokens
         max_tokens = max(1, context_left if asked is None else min(asked, context_left))
         keys = self.model_dump(include=SAME_IN_SAMPLING) | {
@@ -322,7 +335,8 @@ class Settings(Structured, CommonFields):
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": tuple((self.logit_bias or {}).items()),
             "allowed_ids": tuple(self.allowed_token_ids or ()),
-            "banned_ids": banned_ids,
+            "banned_ids": tuple(token for token, *more in banned if not more),
+            "banned_sequences": tuple(tuple(one) for one in banned if len(one) > 1),
             "logprobs": self.num_logprobs if self.num_answers == self.n else self.num_logprobs or 0,
             "prompt_logprobs": self.num_prompt_logprobs,
             "stop_ids": tuple(self.stop_token_ids or ()),

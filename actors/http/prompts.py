@@ -86,9 +86,9 @@ class PromptEncoder:
         """The text of token ids, special tokens included."""
         return await asyncio.to_thread(_text, self._needed("tokens"), ids, special=True)
 
-    def banned_ids(self, words: Sequence[str]) -> tuple[int, ...]:
-        """The tokens of bad_words."""
-        return banned_ids(self._needed("bad_words"), words) if words else ()
+    def banned(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of each of bad_words."""
+        return banned_tokens(self._needed("bad_words"), words) if words else []
 
     async def texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """The text of each prompt, for `echo`."""
@@ -156,19 +156,10 @@ def reply_of(tokenizer: Tokenizer, body: ChatBody, text: str) -> tuple[ReplyForm
     return form, body.grammar_of(form)
 
 
-def banned_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[int, ...]:
-    """The tokens of words that an answer may not hold: each word alone, and behind a space where
-    that is one token too. ApiError for a word of several tokens."""
-    banned: dict[int, None] = {}
-    for word in words:
-        ids = tokenizer.encode(word)
-        if len(ids) != 1:
-            why = f"bad_words: {word!r} has {len(ids)} tokens"
-            rule = "only words of one token can be banned; allowed_token_ids, logit_bias ban others"
-            raise ApiError(400, f"{why}: {rule}", param="bad_words")
-        spaced = tokenizer.encode(" " + word.lstrip())
-        banned |= dict.fromkeys(ids + (spaced if len(spaced) == 1 else []))
-    return tuple(banned)
+def banned_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """The tokens of words that an answer may not hold: of each word alone, and behind a space."""
+    spellings = (text for word in words for text in (word, " " + word.lstrip()))
+    return [tokenizer.encode(text) for text in dict.fromkeys(spellings)]
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group_table
 
 from outrider.actors import job
 from outrider.actors.engine import Engine, Sampling
-from outrider.actors.http.prompts import banned_ids
+from outrider.actors.http.prompts import banned_tokens
 from outrider.model.config import ConfigError
 from outrider.model.text import Tokenizer
 from tests.actors.footprint import held_cpus, wait_until_free
@@ -219,7 +219,7 @@ def test_a_job_answers_its_file_and_a_rerun_only_the_rest(
     for i in (0, 2):
         assert records[f"p{i}"]["text"] == right[i].text
     told = records["forms"]
-    banned = banned_ids(Tokenizer(TINY), ["a"])
+    banned = tuple(token for (token,) in banned_tokens(Tokenizer(TINY), ["a"]))
     (form,) = tiny.generate(
         told["prompt_token_ids"],
         Sampling(max_tokens=12, banned_ids=banned, draft_tokens=0, prompt_logprobs=1),

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from outrider.actors.http.bodies import ApiError, CompletionBody
+from outrider.actors.http.bodies import CompletionBody
 from outrider.actors.http.chats import ChatBody
 from outrider.actors.http.parsing import parse
-from outrider.actors.http.prompts import banned_ids, chat_text
+from outrider.actors.http.prompts import banned_tokens, chat_text
 from outrider.model.text import Tokenizer
 from tests.actors.http.local_server import body, events, run, serving, until
 from tests.actors.http.test_parameters import Offline, server
@@ -132,15 +132,17 @@ def test_special_tokens_have_text_where_asked(offline: Offline) -> None:
 
 
 def test_bad_words_are_never_said(offline: Offline) -> None:
-    """Each word alone and behind a space, as its one token; a word of several is refused."""
+    """Each word alone and behind a space."""
     tokenizer = offline.tokenizer
     ids = tokenizer.encode(PROMPT)
     (plain,) = offline(ids, [{}])
     words = [tokenizer.decode([token]) for token in plain.tokens[:6]]
     words = [word for word in words if len(tokenizer.encode(word)) == 1]
-    banned = banned_ids(tokenizer, words)
+    spelled = banned_tokens(tokenizer, words)
+    banned = tuple(token for token, *more in spelled if not more)
     assert {tokenizer.encode(word)[0] for word in words} <= set(banned)
-    (right,) = offline(ids, [{"banned_ids": banned}])
+    several = tuple(tuple(one) for one in spelled if len(one) > 1)
+    (right,) = offline(ids, [{"banned_ids": banned, "banned_sequences": several}])
     assert right.tokens != plain.tokens
     assert not set(banned) & set(right.tokens)
 
@@ -151,8 +153,49 @@ def test_bad_words_are_never_said(offline: Offline) -> None:
     got = asyncio.run(answers())
     assert got["choices"][0]["token_ids"] == right.tokens
     assert got["usage"]["speculation"]["drafted_tokens"] > 0
-    with pytest.raises(ApiError, match=r"'several words' has . tokens: only words of one token"):
-        banned_ids(tokenizer, ["several words"])
+
+
+def test_words_of_several_tokens_are_never_said(offline: Offline) -> None:
+    """In each of many answers three words in turn, as the answer without the ban has them."""
+    tokenizer = offline.tokenizer
+    ids = tokenizer.encode(PROMPT)
+    how: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40}
+    plains = offline(ids, [how | {"seed": seed} for seed in range(4)])
+    words = [[tokenizer.decode(out.tokens[i : i + 2]) for i in (3, 9, 20)] for out in plains]
+    spelled = [banned_tokens(tokenizer, some) for some in words]
+    assert all(max(map(len, some)) > 1 for some in spelled)
+
+    async def work() -> None:
+        accepted = 0
+        async with server() as ask:
+            for seed, (plain, some, banned) in enumerate(zip(plains, words, spelled)):
+                what = how | {"prompt": PROMPT, "seed": seed, "bad_words": some}
+                on = await ask("completions", **what)
+                off = await ask("completions", **what, speculation={"draft_tokens": 0})
+                tokens = on["choices"][0]["token_ids"]
+                assert tokens == off["choices"][0]["token_ids"] != plain.tokens
+                said = " ".join(map(str, tokens))
+                for one in banned:
+                    assert f" {' '.join(map(str, one))} " not in f" {said} "
+                accepted += on["usage"]["speculation"]["accepted_tokens"]
+        assert accepted > 10
+
+    run(work)
+
+
+def test_words_that_leave_no_token_are_refused() -> None:
+    async def work() -> None:
+        letter = Tokenizer(TINY).encode("a")
+        async with serving(vocab_size=5000) as (client, _, _):
+            for words, param in (("a", "allowed_token_ids"), ("several words", "bad_words")):
+                what = body(allowed_token_ids=letter, bad_words=[words])
+                got = await client.post("/v1/completions", json=what)
+                assert got.status_code == 400, got.text
+                assert got.json()["error"]["param"] == param
+            long = body(bad_words=["🦊" * 256])
+            assert (await client.post("/v1/completions", json=long)).status_code == 200
+
+    run(work)
 
 
 def test_allowed_and_banned_ids_hold_for_drawn_tokens_on_any_number_of_ranks(
