@@ -30,6 +30,7 @@ from outrider.actors.cluster.processes import ignore_sigterm
 from outrider.actors.cluster.reader import load_spec, parse_set
 from outrider.actors.cluster.shares import HostShare, claim_share
 from outrider.actors.cluster.spec import DEFAULT_FILE, Spec
+from outrider.actors.draining import MARGIN_S, POLL_S, drain, on_shutdown
 from outrider.actors.driver.assembly import DriverSetup, assemble, limits_of
 from outrider.actors.http.endpoints import Endpoints
 from outrider.model.config import ModelConfig, RunConfig
@@ -38,8 +39,6 @@ from outrider.model.text import Tokenizer
 log = logging.getLogger("ray.serve")
 DEPLOYMENT = "Outrider"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
-DRAIN_POLL_S = 0.2
-"""Between two looks at how many requests are still open."""
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 """Serve's own loop runs the driver: two loops hand every event from thread to thread, which costs
 the CPU more than the event itself. No request holds it: work that grows with a body is done in
@@ -93,6 +92,7 @@ class Replica:
             instance=instance,
         )
         self._endpoints.start()
+        on_shutdown(lambda: drain(self._endpoints, spec.serve.drain_timeout_s))
         gc.freeze()  # what is loaded stays: looking for garbage in it would hold the loop for 0.3 s
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -223,8 +223,8 @@ def application(spec: Spec, instance: str | None = None) -> Application:
         placement_group_bundles=bundles(spec),
         placement_group_strategy="STRICT_PACK",
         max_ongoing_requests=2 * (limits.max_slots + limits.max_queue),
-        graceful_shutdown_timeout_s=settings.drain_timeout_s,
-        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s + MARGIN_S,
+        graceful_shutdown_wait_loop_s=POLL_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=START_TRIES,

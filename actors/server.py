@@ -39,10 +39,10 @@ from outrider.actors.cluster.placement import (
 )
 from outrider.actors.cluster.processes import killed, sigterm_blocked
 from outrider.actors.cluster.spec import Spec
+from outrider.actors.draining import POLL_S
 from outrider.actors.errors import EngineDeadError
 from outrider.actors.ranks.group import USER_ERRORS
 from outrider.actors.serve import (
-    DRAIN_POLL_S,
     application,
     effective_mode,
     most_replicas,
@@ -213,7 +213,7 @@ def drain(replicas: DeploymentHandle, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     try:
         while _open_requests(replicas) and time.monotonic() < deadline_s:
-            time.sleep(DRAIN_POLL_S)
+            time.sleep(POLL_S)
     finally:  # also when a second Ctrl-C strikes
         _open_requests(replicas, cut=True)
 

@@ -195,7 +195,7 @@ class Answering:
                 raise  # the client has closed the connection
             refusal = self._refusal(error, "")
             assert isinstance(refusal, ApiError)
-            yield encoded(writer.error_events(refusal))
+            yield encoded(writer.error_events(refusal)) + writer.stream_end
             return
         self._record(http_request)
         yield encoded(writer.last_events(http_request.usage())) + writer.stream_end

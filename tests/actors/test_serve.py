@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,32 @@ def test_replicas_that_drain_answer_503_until_their_streams_have_ended(
         assert ending.wait(20) == 0
     finally:
         serve.delete("ends")
+
+
+def test_an_application_that_is_deleted_ends_long_streams_with_an_error(served: Served) -> None:
+    """What goes on beyond serve.drain_timeout_s; Serve would break the connection then."""
+    overrides = {"model": str(TINY), "tensor_parallel": 1, "drain_timeout_s": 1.0}
+    spec = serving_spec(None, {**overrides, "parallel.rank_cpus": None, "draft_tokens": 0})
+    serve.run(application(spec), name="cut", route_prefix="/cut")
+    body = {"prompt": "a", "max_tokens": 3500, "ignore_eos": True}
+    url = served.root + "/cut/v1/completions"
+    with (
+        ThreadPoolExecutor(2) as pool,
+        httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        whole = pool.submit(httpx.post, url, json=body | {"n": 2}, timeout=60)
+        time.sleep(0.3)
+        started_s, deleting = time.monotonic(), pool.submit(serve.delete, "cut")
+        *_, error, done = [line for line in lines if line]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "draining"
+        assert done == "data: [DONE]"
+        assert 1 <= time.monotonic() - started_s < 5
+        got = whole.result()
+        assert (got.status_code, got.json()["error"]["code"]) == (503, "draining")
+        deleting.result()
+        assert time.monotonic() - started_s < 20
 
 
 def test_api_keys_are_one_a_line(tmp_path: Path) -> None:
