@@ -17,12 +17,14 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from outrider.actors import job
+from outrider.actors.driver.assembly import limits_of
 from outrider.actors.engine import Engine, Sampling
 from outrider.actors.http.prompts import banned_tokens
-from outrider.model.config import ConfigError
+from outrider.model.config import ConfigError, load_config
 from outrider.model.text import Tokenizer
 from tests.actors.footprint import held_cpus, wait_until_free
 from tests.conftest import RunningCluster
+from tests.templates import IN_TAGS, folder_with
 from tests.test_end_to_end import PROMPTS, TINY
 
 BREAKS = "one\u2028two\u2029three\u0085four\x1cfive"
@@ -37,6 +39,33 @@ def write(path: Path, records: list[Any]) -> Path:
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     path.write_text(text, "utf-8")
     return path
+
+
+@pytest.mark.ray
+def test_a_chat_of_a_file_has_its_thought_and_calls_apart(tiny: Engine, tmp_path: Path) -> None:
+    """Likely tokens spell the tags; a grammar makes the call."""
+    tokenizer = Tokenizer(folder_with(tmp_path, IN_TAGS))
+    limits = limits_of(tiny.spec, load_config(TINY), tiny.run)
+    runner = job.JobRunner(tiny, limits, tokenizer)
+    number = {"type": "integer", "minimum": 10, "maximum": 99}
+    schema = {"type": "object", "properties": {"n": number}, "required": ["n"]}
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Count."}], "max_tokens": 200, "seed": 2,
+        "tools": [{"type": "function", "function": {"name": "count", "parameters": schema}}],
+        "tool_choice": {"type": "function", "function": {"name": "count"}},
+        "logit_bias": {str(token): 12 for token in tokenizer.encode("</think>")},
+    }  # fmt: skip
+    record = runner.answer(job.InputLine("a", fields))
+    assert "error" not in record, record
+    assert record["finish_reason"] == "tool_calls"
+    assert record["text"] == ""
+    (call,) = record["tool_calls"]
+    assert 10 <= json.loads(call["function"]["arguments"])["n"] <= 99
+    assert record["reasoning_content"]
+    assert record["usage"]["completion_tokens_details"]["reasoning_tokens"] > 3
+    plain = runner.answer(job.InputLine("b", {**fields, "tools": [], "tool_choice": None}))
+    assert plain["finish_reason"] == "length"
+    assert plain["text"] or plain["reasoning_content"]
 
 
 def test_a_line_without_an_id_of_its_own_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -201,6 +203,31 @@ def test_the_stream_helper_of_the_client_reads_it(form: tuple[Path, str]) -> Non
             assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
             named = [event.name for event in done if "tool_calls" in event.type]
             assert named == ["weather", "now"]
+
+    run(work)
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city, as a client declares its tool."""
+
+    city: str
+    days: int
+    hours: list[int]
+
+
+def test_the_client_parses_arguments_as_its_own_types(form: tuple[Path, str]) -> None:
+    folder, text = form
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+
+    async def work() -> None:
+        async with saying(text, folder) as (_, client):
+            answer = await client.chat.completions.parse(
+                model="tiny", messages=[USER], tools=[tool], parallel_tool_calls=False,
+                max_tokens=500,
+            )  # fmt: skip
+            (call,) = answer.choices[0].message.tool_calls
+            arguments = call.function.parsed_arguments
+            assert arguments == Weather(city='Paris, "France"', days=3, hours=[6, 18])
 
     run(work)
 
