@@ -149,12 +149,10 @@ class Runner:
         """Enqueue prompt chunks, then an iteration over the requests that decode."""
         groups = self.prefill_policy.next_chunks(self.slots.prefilling())
         step = InFlightStep()
-        if beginning := self.slots.beginning():
-            slots = self.executor.slots.ints([request.slot for request in beginning])
-            first = self.executor.begin(slots)
-            for request in beginning:
-                request.launch_prompt(0)
-            self._launch_firsts(beginning, slots, *first, step)
+        for request in self.slots.beginning():  # one by one: kernels for one row are there
+            slots = self.executor.slots.ints([request.slot])
+            request.launch_prompt(0)
+            self._launch_firsts([request], slots, *self.executor.begin(slots), step)
         for group in groups:
             self._launch_prompt(group, step)
         requests = self.slots.decoding()

@@ -99,8 +99,8 @@ CACHE_FAULTS = (
     Fault(
         "log probabilities of a prompt begin in its middle",
         SCHEDULER,
-        "request.sampling.prompt_logprobs is not None and not request.emitted",
-        "False",
+        "return request.sampling.prompt_logprobs is None or bool(request.emitted)",
+        "return True",
         PREFIX + "log_probabilities_of_a_prompt_need_all_of_its_rows",
     ),
     Fault(
@@ -138,5 +138,26 @@ CACHE_FAULTS = (
         "pass",
         "tests/model/test_prefix.py::test_"
         "drafts_rest_on_the_restored_rows_and_not_on_those_of_the_slots_last_tenant[lookup]",
+    ),
+    Fault(
+        "choices of a prompt compute it each for itself",
+        SCHEDULER,
+        "return coming > (hit.rows if hit else 0)",
+        "return False",
+        PREFIX + "requests_that_begin_alike_at_the_same_time_compute_it_once",
+    ),
+    Fault(
+        "who waits for another's rows loses its slot to those behind",
+        SCHEDULER,
+        "self.blocks.free_slots > len(awaiting)",
+        "self.blocks.free_slots > 0",
+        PREFIX + "who_waits_for_anothers_rows_keeps_its_place_and_holds_nobody_up",
+    ),
+    Fault(
+        "a prompt that is wholly known gives no first token",
+        RUNNING,
+        "            self.begins = not self.prompt_left\n",
+        "",
+        "tests/model/test_prefix.py::test_choices_of_a_prompt_share_its_rows_and_draw_as_they_would_alone[1]",
     ),
 )

@@ -73,8 +73,8 @@ HTTP_FAULTS = (
     Fault(
         "priorities do not count",
         "actors/driver/scheduler.py",
-        "(request.priority, request.number)",
-        "(0, request.number)",
+        "return request.priority, request.number",
+        "return 0, request.number",
         FORMS + "the_smallest_priority_gets_the_next_slot_and_equal_ones_go_in_turn",
     ),
     Fault(

@@ -73,6 +73,8 @@ class Ranks:
     snapshots: dict[int, int] = field(default_factory=dict)
     """Place -> state."""
     num_restored: int = 0
+    num_run: int = 0
+    """Rows of prompts that were computed."""
     most_together: int = 0
 
     def __post_init__(self) -> None:
@@ -141,6 +143,7 @@ class Ranks:
 
     def _run_prompt(self, slot: Slot, count: int) -> None:
         request = slot.request
+        self.num_run += count
         for token in request.prompt[slot.rows : slot.rows + count]:
             self._write(slot, slot.rows, token)
         slot.fresh = count or slot.fresh

@@ -46,6 +46,13 @@ class Chain:
         """Of a text of so many rows. The last page, full or not, is none of them."""
         return (rows - 1) // self.page_tokens
 
+    def begins_like(self, other: Chain, rows: int) -> bool:
+        """Whether both texts have the same first `rows` tokens, and the same salt."""
+        if rows > len(other.tokens) or self._keys[0] != other._keys[0]:
+            return False
+        num_pages = self.full_pages(rows)
+        return self.key(num_pages) == other.key(num_pages) and self.tail(rows) == other.tail(rows)
+
     def tail(self, rows: int) -> tuple[int, ...]:
         """The tokens of such a text that are in no key."""
         return tuple(self.tokens[self.full_pages(rows) * self.page_tokens + 1 : rows])
@@ -132,6 +139,18 @@ class PrefixCache:
             return None
         self._used.move_to_end(best.index)
         return Hit(best.index, best.rows, pages[: chain.full_pages(best.rows)], best.page)
+
+    def coming(self, chain: Chain) -> int:
+        """The most rows of a text behind which a request that runs will have saved its state."""
+        return max(
+            (
+                save.rows
+                for reserved in self._reserved.values()
+                for save in reserved.saves
+                if reserved.chain.begins_like(chain, save.rows)
+            ),
+            default=0,
+        )
 
     def reserve(self, join: int, chain: Chain, start: int) -> list[Save]:
         """Places for the states of a prompt that runs from row `start` on; what is there already

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from outrider.actors.driver.blocks import BlockAllocator
 from outrider.actors.driver.messages import GenerationRequest
-from outrider.actors.driver.prefix import Chain, Hit, PrefixCache
+from outrider.actors.driver.prefix import Chain, PrefixCache
 from outrider.actors.driver.request import Counters, Detokenizer, Request
 from outrider.actors.driver.suspects import Suspects
 from outrider.actors.errors import (
@@ -166,28 +166,45 @@ class Scheduler:
         """What the ranks must be told now, in order: who leaves, who gets pages, then who joins.
 
         Requests join by priority, and of equal priority in the order they came. Joining stops at
-        the first request that does not fit; later ones wait behind it. While there are suspects,
-        the first of them runs alone.
+        the first request that does not fit; later ones wait behind it. One whose beginning is being
+        computed waits for that; later ones leave it a slot and pages. While there are suspects, the
+        first of them runs alone.
         """
         grows = self._grow_all()
         commands: list[Command] = [*self._leaves, *grows]
         self._leaves.clear()
         reserved = sum(self._pages_to_come(request) for request in self._running.values())
-        while (request := self._next()) is not None:
+        awaiting: dict[int, Request] = {}
+        while self.blocks.free_slots > len(awaiting) and (request := self._next()) is not None:
+            if request.number in awaiting or self._awaits_another(request):
+                heapq.heappop(self._line)
+                reserved += self._pages_wanted(request)
+                awaiting[request.number] = request
+                continue
             join = self._admit(request, reserved)
             if join is None:
                 break
             reserved += self._pages_to_come(request)
             commands.append(join)
+        for request in awaiting.values():
+            heapq.heappush(self._line, _age(request))
         return commands
+
+    def _awaits_another(self, request: Request) -> bool:
+        """Whether a request that runs computes the beginning of this one just now, and more of it
+        than is there already."""
+        chain = request.chain = request.chain or self._chain_of(request)
+        coming = self.prefix.coming(chain) if self._may_begin_later(request) else 0
+        if not coming:
+            return False
+        hit = self.prefix.find(chain)
+        return coming > (hit.rows if hit else 0)
 
     def _admit(self, request: Request, reserved: int) -> Join | None:
         """Give a waiting request a slot and its first pages; None where they lack, or would leave
         fewer than `reserved` to the running ones."""
-        if not self.blocks.free_slots:
-            return None
         chain = request.chain = request.chain or self._chain_of(request)
-        hit = self._find(request, chain)
+        hit = self.prefix.find(chain) if self._may_begin_later(request) else None
         shared = hit.pages if hit else []
         self.blocks.hold(shared)
         need = self._pages_wanted(request) - len(shared)
@@ -220,11 +237,10 @@ class Scheduler:
         tokens = request.prompt + request.emitted[:-1]
         return Chain(tokens, self.limits.page_tokens, request.cache_salt)
 
-    def _find(self, request: Request, chain: Chain) -> Hit | None:
-        """What it need not compute. Log probabilities of its prompt need all rows, once."""
-        if request.sampling.prompt_logprobs is not None and not request.emitted:
-            return None
-        return self.prefix.find(chain)
+    def _may_begin_later(self, request: Request) -> bool:
+        """Whether it may start behind rows that others have run. Log probabilities of its prompt
+        need all rows, once."""
+        return request.sampling.prompt_logprobs is None or bool(request.emitted)
 
     def apply(self, event: StepEvent) -> list[Request]:
         """Hand a step's progress to its requests, and free those that ended; -> each that changed.
@@ -346,7 +362,7 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         self._waiting[request.number] = request
-        heapq.heappush(self._line, (request.priority, request.number))
+        heapq.heappush(self._line, _age(request))
 
     def _resume_later(self, request: Request) -> None:
         request.suspend(next(self._numbers))

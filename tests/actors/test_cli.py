@@ -328,6 +328,7 @@ def test_the_plan_reads_no_weights(
     assert report["total_bytes"] == (
         report["weight_bytes"]
         + report["num_slots"] * report["slot_bytes"]
+        + report["num_snapshots"] * report["snapshot_bytes"]
         + report["num_pages"] * report["kv_page_bytes"]
     )
     assert report["pages_that_fit"] > report["num_pages"]

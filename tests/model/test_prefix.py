@@ -176,6 +176,23 @@ def test_two_prompts_that_begin_alike_at_the_same_time_end_right(varied: Checkpo
     assert ask(on, [*BASE[:90], 1]).cached_tokens == 90
 
 
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_choices_of_a_prompt_share_its_rows_and_draw_as_they_would_alone(
+    varied: Checkpoint, tensor_parallel: int
+) -> None:
+    engine = team(varied, 3, tensor_parallel=tensor_parallel)
+    on, off = Scheduled(engine, lag=1), Scheduled(team(varied, 3, 0))
+    kinds = [{"temperature": 0.9, "seed": seed, "max_tokens": NUM_NEW} for seed in range(3)]
+    kinds.append({"presence_penalty": 1.0, "logprobs": 1, "max_tokens": NUM_NEW})
+    requests = [on.submit(BASE[:77], **how) for how in kinds]
+    on.run()
+    for how, request in zip(kinds, requests, strict=True):
+        alone = ask(off, BASE[:77], **how)
+        assert (request.emitted, counts(request)) == (alone.emitted, counts(alone))
+    assert [request.cached_tokens for request in requests] == [0, 77, 77, 77]
+    assert len({tuple(request.emitted) for request in requests}) > 1
+
+
 def test_a_known_prompt_runs_no_row_and_one_in_the_middle_of_a_chunk_the_rest(
     varied: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,42 @@ def test_nothing_is_found_once_the_ranks_are_others() -> None:
     assert ask(s, ranks, prompt).cached_tokens == 60
 
 
+def test_requests_that_begin_alike_at_the_same_time_compute_it_once() -> None:
+    s = scheduler(max_slots=8)
+    ranks, prompt = ranks_of(s), text(100)
+    same = [add(s, prompt, 20) for _ in range(3)]
+    longer = [add(s, [*prompt, *text(5, seed)], 20) for seed in range(3)]
+    ranks.run()
+    for request in same + longer:
+        assert request.emitted == answer_to(request.prompt, 20)
+    assert ranks.num_run == 100 + 3 * 5
+    assert [request.cached_tokens for request in same + longer] == [0] + [100] * 5
+    assert ranks.most_together == 6
+
+
+def test_who_waits_for_anothers_rows_keeps_its_place_and_holds_nobody_up() -> None:
+    s = scheduler(max_slots=3)
+    ranks, prompt = ranks_of(s, chunk=8), text(100)
+    first, waits = add(s, prompt, 20), add(s, prompt, 20)
+    others = [add(s, text(30, 5), 20), add(s, text(30, 6), 20)]
+    ranks.turn()
+    slots = [request.slot for request in (first, waits, *others)]
+    assert slots == [0, None, 1, None]  # the third slot is kept
+    s.abort(first.number)
+    ranks.turn()
+    assert waits.slot is not None, "it computes the beginning itself"
+    ranks.run()
+    assert waits.emitted == answer_to(prompt, 20)
+
+
+def test_nobody_waits_for_rows_of_another_tenant_or_where_all_rows_are_needed() -> None:
+    s = scheduler(max_slots=4)
+    prompt = text(100)
+    requests = [add(s, prompt), add(s, prompt, salt="x"), add(s, prompt, prompt_logprobs=0)]
+    s.commands()
+    assert all(request.slot is not None for request in requests)
+
+
 def test_a_long_prompt_takes_no_more_than_a_quarter_of_the_places_and_its_end() -> None:
     cache = PrefixCache(BlockAllocator(1, 10), num_snapshots=16, every=10)
     for length, start in ((5, 0), (10, 0), (11, 0), (95, 0), (1000, 0), (1000, 990), (1001, 333)):
