@@ -22,8 +22,8 @@ UNUSED: Mapping[str, frozenset[str]] = {
         "spaces_between_special_tokens", "store", "verbosity",
     }),
     "ResponsesBody": frozenset({
-        "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "store", "stream_options",
+        "client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options",
     }),
     "TextSettings": frozenset({"verbosity"}),
     "MessageItem": frozenset({"annotations", "cache_control", "id", "phase", "status"}),
@@ -48,6 +48,11 @@ UNUSED: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 """By class of a body, or of a part of one: fields that name, sort or store a request, or change
 nothing but its speed."""
+KEEP_CONTEXT = (
+    {"edits": []},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
+"""Of Anthropic's API: nothing of the conversation is to be dropped."""
 NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "Settings": {
         "add_special_tokens": (False,),
@@ -69,10 +74,11 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "ResponsesBody": {
         "background": (False,),
-        "context_management": ([],),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     },
+    "MessagesBody": {"context_management": KEEP_CONTEXT},
+    "CountTokensBody": {"context_management": KEEP_CONTEXT},
     "Thinking": {"display": ("summarized",)},
     "Message": {"thinking_blocks": ([],)},
 }

@@ -250,6 +250,10 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
         "messages.0.content.0.content.0", "a block of type 'image'",
     ),
     ({"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools.0", "a tool of type 'bash_2025"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management", 'only {"edits": []} or ',
+    ),
     ({"output_config": {"effort": "wild"}}, "output_config.effort", "wild"),
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display", "summarized"),
 )  # fmt: skip
@@ -271,6 +275,7 @@ def test_what_changes_no_text_is_accepted() -> None:
         "cache_control": {"type": "ephemeral"}, "thinking": {"type": "adaptive"}, "tools": [],
         "tool_choice": {"type": "auto"}, "stop_sequences": [], "top_k": 5, "stream": False,
         "chat_template_kwargs": {"enable_thinking": False},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     }  # fmt: skip
     body = validated(MessagesBody, SHORT | fields, None)
     body.check(None)

@@ -238,7 +238,8 @@ def test_a_prompt_is_counted_without_an_answer() -> None:
 ACCEPTED: dict[str, Any] = {
     "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k",
     "prompt_cache_retention": "24h", "safety_identifier": "s", "user": "u", "max_tool_calls": 3,
-    "truncation": "disabled", "parallel_tool_calls": False, "background": False, "top_logprobs": 0,
+    "client_metadata": {"a": "b"}, "truncation": "disabled",
+    "parallel_tool_calls": False, "background": False, "top_logprobs": 0,
     "stream_options": {"include_obfuscation": False}, "tools": [], "tool_choice": "auto",
     "include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"},
     "reasoning": {"effort": "low", "summary": "auto"}, "previous_response_id": None,
