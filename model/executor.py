@@ -326,6 +326,10 @@ class Executor:
         ids, values = zip(*scores)
         return torch.cat(ids), torch.cat(values)
 
+    def score_ids(self, hidden: Tensor, ids: Sequence[int]) -> Tensor:
+        """hidden [N, H] of rows, and token ids -> log probabilities [N, n] of each behind each."""
+        return self.head.log_probs_of(hidden, self.slots.ints(ids))
+
     def begin(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """As prefill returns of prompts that end, for slots [E] all of whose rows were restored."""
         hidden = self.slots.hidden[slots, 0]

@@ -11,7 +11,7 @@ Letters: B requests of a batch | n likeliest tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from outrider.model.running import InFlight, InFlightStep, RunningRequest, SlotT
 from outrider.model.sampling import NO_FEATURES
 from outrider.model.step import Command, Join, Leave, Progress
 from outrider.model.weights import load, settle
-from outrider.parallel.device import Device
+from outrider.parallel.device import Device, Fetched
 from outrider.parallel.graph import Graphs
 
 
@@ -173,7 +173,20 @@ class Runner:
             request.launch_rows(batch.num_drafts + 1)
         taken = min(batch.num_drafts, depth)
         fetched = self.device.fetch(results)
-        return replace(step, iteration=InFlight(fetched, requests, limits, taken))
+        hiddens = self.executor.slots.hidden  # of this iteration, until the next is launched
+        named = self._named([(r, hiddens[r.slot, : batch.num_drafts + 1]) for r in requests])
+        return replace(step, iteration=InFlight(fetched, requests, limits, taken, named))
+
+    def _named(self, rows: Iterable[tuple[RunningRequest, Tensor]]) -> dict[int, Fetched]:
+        """The log probabilities of the ids that requests name, by index in `rows`: the requests,
+        and the hiddens [N, H] that made their tokens."""
+        return {
+            index: self.device.fetch(
+                [self.executor.score_ids(hidden, request.sampling.logprob_ids)]
+            )
+            for index, (request, hidden) in enumerate(rows)
+            if request.sampling.logprob_ids
+        }
 
     def _launch_prompt(self, group: PaddedSpans, step: InFlightStep) -> None:
         """Enqueue a chunk, and add what it brings to `step`: the first tokens of the prompts that
@@ -226,7 +239,8 @@ class Runner:
             self._allow(request, [], 0)
         features = self.packer.first_features([request.sampling for request in requests])
         picked = self.executor.pick_firsts(slots, features, tokens, hidden)
-        step.firsts.append(InFlight(self.device.fetch(picked), requests))
+        named = self._named(zip(requests, hidden.split(1)))
+        step.firsts.append(InFlight(self.device.fetch(picked), requests, named=named))
 
     def _score(self, group: PaddedSpans, chunk: PromptChunk, hidden: Tensor) -> Iterator[InFlight]:
         """Log probabilities of the prompt tokens that follow the rows of a chunk, by request that
@@ -335,7 +349,7 @@ class Runner:
             progress += self.slots.add_tokens(
                 request,
                 tokens[:count],
-                _log_probs(request, index, log_probs),
+                _log_probs(request, index, log_probs, iteration.named),
                 drafted=limit,
                 accepted=count - 1,
             )
@@ -354,25 +368,34 @@ class Runner:
         for first in step.firsts:
             tokens, *log_probs = first.results.wait()
             for index, (request, token) in enumerate(zip(first.requests, tokens.tolist())):
-                logprobs = _log_probs(request, index, log_probs)
+                logprobs = _log_probs(request, index, log_probs, first.named)
                 progress += self.slots.add_tokens(request, token, logprobs, verified=False)
         step.firsts.clear()
         return progress
 
 
 def _log_probs(
-    request: RunningRequest, index: int, log_probs: Sequence[Tensor]
+    request: RunningRequest, index: int, log_probs: Sequence[Tensor], named: dict[int, Fetched]
 ) -> list[list[tuple[int, float]]]:
     """Progress.logprobs of one request; empty when it asks for none.
 
     index: of the request in its batch. log_probs: ids and values [B, rows, 1 + n], where n
-    may be more than the request asks for; nothing when no request asks.
+    may be more than the request asks for; nothing when no request asks. named: as InFlight.named;
+    these ids take the place of the likeliest.
     """
     top = request.sampling.logprobs
     if top is None:
         return []
     ids, values = (part[index] for part in log_probs)
-    return _rows_of(ids, values, top)
+    if index not in named:
+        return _rows_of(ids, values, top)
+    (scores,) = named[index].wait()
+    rows = zip(_rows_of(ids, values, 0), scores.tolist())
+    return [own + _best_first(zip(request.sampling.logprob_ids, scores)) for own, scores in rows]
+
+
+def _best_first(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    return sorted(pairs, key=lambda pair: -pair[1])
 
 
 def _rows_of(ids: Tensor, values: Tensor, top: int) -> list[list[tuple[int, float]]]:

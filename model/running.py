@@ -306,6 +306,8 @@ class InFlight:
     """Of an iteration: the drafts that each request took."""
     num_drafts: int = 0
     """Of an iteration: the most drafts that a request could take in it."""
+    named: dict[int, Fetched] = field(default_factory=dict)
+    """By index of a request that names ids: their log probabilities [rows, n]."""
 
 
 @dataclass(frozen=True, slots=True)

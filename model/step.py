@@ -18,7 +18,7 @@ import msgspec
 from outrider.model.reply_form import Thought
 
 MAX_DRAFT_TOKENS = 16
-MAX_LOGPROBS = 20
+MAX_LOGPROBS, MAX_LOGPROB_IDS = 20, 128
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 128
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -98,6 +98,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     They belong to the model's own distribution, before any edit, temperature or filter.
     """
+    logprob_ids: tuple[int, ...] = ()
+    """Together with logprobs: the token ids that are reported in the place of the top n."""
     prompt_logprobs: int | None = None
     """As logprobs, for each token of the prompt but its first, which follows nothing."""
     stop_ids: tuple[int, ...] = ()
@@ -205,12 +207,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def _rules_of_logprobs(self) -> tuple[tuple[str, bool, str], ...]:
-        """As _rules_of_ids: of logprobs and prompt_logprobs."""
+        """As _rules_of_ids: of what is reported of the model's distribution."""
         asked = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
         rule = f"must lie in [0, {MAX_LOGPROBS}]"
-        return tuple(
-            (name, count is None or 0 <= count <= MAX_LOGPROBS, rule)
-            for name, count in asked.items()
+        named = self.logprob_ids
+        return (
+            *(
+                (name, count is None or 0 <= count <= MAX_LOGPROBS, rule)
+                for name, count in asked.items()
+            ),
+            (
+                "logprob_ids",
+                len(named) <= MAX_LOGPROB_IDS and all(i >= 0 for i in named),
+                f"must hold at most {MAX_LOGPROB_IDS} token ids, 0 or more",
+            ),
+            ("logprob_ids", not named or self.logprobs is not None, "only together with logprobs"),
         )
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Sampling:

@@ -277,6 +277,18 @@ def _search(keys: Tensor, sums: Tensor, target: Tensor, group: Group) -> Tensor:
     return low
 
 
+def log_probs_of(logits: Tensor, ids: Tensor, first_id: int, group: Group) -> Tensor:
+    """Logits [N, v] float32 of the ids from first_id on, and any ids [n] int64 of the vocabulary ->
+    log probabilities of these [N, n] float32."""
+    width = logits.shape[1]
+    top = group.all_gather(logits.amax(1, keepdim=True)).amax(0)  # [N, 1]
+    local = ids - first_id
+    mine = (local >= 0) & (local < width)
+    own = logits[:, local.clamp(0, width - 1)].masked_fill(~mine, 0.0)
+    sums = group.all_reduce(torch.cat((own, (logits - top).exp().sum(1, keepdim=True)), 1))
+    return sums[:, :-1] - top - sums[:, -1:].log()
+
+
 def log_probs(
     logits: Tensor, tokens: Tensor, num_top: int, first_id: int, group: Group
 ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.parallel.device import Device
 from outrider.parallel.formats import FP8_MAX
 from outrider.parallel.operands import PickRows, SamplingFeatures, SlotSampling
-from outrider.parallel.sampling import log_probs
+from outrider.parallel.sampling import log_probs, log_probs_of
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +58,12 @@ class LMHead:
         probabilities [N, 1 + num_top], the same on every rank: as sampling.log_probs."""
         logits = self.ops.head_logits(hidden, self.weight, self.scales).float()
         return log_probs(logits, tokens, num_top, self.first_id, self.group)
+
+    def log_probs_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """hidden [N, H], ids [n] int64 -> log probabilities [N, n] of these ids behind these rows,
+        the same on every rank."""
+        logits = self.ops.head_logits(hidden, self.weight, self.scales).float()
+        return log_probs_of(logits, ids, self.first_id, self.group)
 
     def pick(
         self,

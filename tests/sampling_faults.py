@@ -205,6 +205,13 @@ SAMPLING_FAULTS = (
         "tests/model/test_banned.py::test_a_token_is_banned_where_it_would_complete_a_sequence",
     ),
     Fault(
+        "an id that a request names counts on every rank",
+        "parallel/sampling.py",
+        "local.clamp(0, width - 1)].masked_fill(~mine, 0.0)",
+        "local.clamp(0, width - 1)]",
+        "tests/model/test_edits.py::test_log_probabilities_of_ids_that_are_named[2]",
+    ),
+    Fault(
         "log probabilities of a prompt are those of the rows' own tokens",
         "model/runner.py",
         "chunk.following[index, :count]",

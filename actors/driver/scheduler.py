@@ -129,6 +129,7 @@ class Scheduler:
         self._check_ids("stop token {}", sampling.stop_ids)
         self._check_ids("allowed_token_ids: token {}", sampling.allowed_ids)
         self._check_ids("bad_words: token {}", sampling.banned_ids)
+        self._check_ids("logprob_token_ids: token {}", sampling.logprob_ids)
         for sequence in sampling.banned_sequences:
             self._check_ids("bad_words: token {}", sequence)
         ends = self._end_ids(sampling)

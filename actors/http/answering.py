@@ -148,7 +148,7 @@ class Answering:
         if isinstance(error, QueueFullError):
             return self._too_busy(str(error), "queue_full")
         if isinstance(error, RequestError):
-            named = ("logit_bias", "stop", "allowed_token_ids", "bad_words")
+            named = ("logit_bias", "stop", "allowed_token_ids", "bad_words", "logprob_token_ids")
             name = next((word for word in named if str(error).startswith(word)), param)
             is_long = isinstance(error, PromptTooLongError)
             code = "context_length_exceeded" if is_long else None

@@ -22,6 +22,7 @@ from outrider.model.step import (
     MAX_ALLOWED_IDS,
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_IDS,
     MAX_LOGPROBS,
     Grammar,
     Sampling,
@@ -257,6 +258,7 @@ class Settings(Structured, CommonFields):
     best_of: Annotated[Whole, Field(ge=1, le=1 << 16)] | None = None
     echo: bool = False
     prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_IDS)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_draft_info: bool = False
@@ -339,6 +341,7 @@ class Settings(Structured, CommonFields):
             "banned_sequences": tuple(tuple(one) for one in banned if len(one) > 1),
             "logprobs": self.num_logprobs if self.num_answers == self.n else self.num_logprobs or 0,
             "prompt_logprobs": self.num_prompt_logprobs,
+            "logprob_ids": tuple(dict.fromkeys(self.logprob_token_ids or ())),
             "stop_ids": tuple(self.stop_token_ids or ()),
             "draft_tokens": self.speculation.draft_tokens,
             "grammar": grammar,
@@ -371,6 +374,9 @@ class Settings(Structured, CommonFields):
         if self.truncate_prompt_tokens == 0:
             why = "truncate_prompt_tokens = 0: a prompt needs 1 token; -1 keeps what fits"
             raise ApiError(400, why, param="truncate_prompt_tokens")
+        if self.logprob_token_ids and self.num_logprobs is None:
+            why = "logprob_token_ids: only with logprobs"
+            raise ApiError(400, why, param="logprob_token_ids")
         if self.stream and self.prompt_logprobs is not None:
             why = "prompt_logprobs: not with stream; echo and logprobs of completions are streamed"
             raise ApiError(400, why, param="prompt_logprobs")

@@ -18,7 +18,7 @@ MAX_TOKENS = 16
 NOT_OF_THE_ANSWER = {
     "model", "prompt", "messages", "chat_template_kwargs", "user", "stream", "stream_options",
     "return_token_ids", "return_draft_info", "speculation", "n", "echo", "logprobs", "top_logprobs",
-    "prompt_logprobs", "cache_salt",
+    "prompt_logprobs", "cache_salt", "logprob_token_ids",
     "max_completion_tokens", "best_of", "bad_words", "priority", "truncate_prompt_tokens",
     "include_stop_str_in_output", "skip_special_tokens", "return_tokens_as_token_ids",
     "reasoning_effort", "thinking", "enable_thinking", "chat_template", "add_generation_prompt",

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from outrider.model.sampling import SamplingMemory
 from outrider.model.step import MAX_LOGIT_BIAS, MAX_STOP_IDS, Join, Sampling
@@ -186,6 +187,38 @@ def test_log_probabilities_are_the_models_own_with_and_without_drafts(
     assert outs[4].logprobs == outs[5].logprobs == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_probabilities_of_ids_that_are_named(varied: Checkpoint, ranks: int) -> None:
+    """They stand in place of the likeliest, best first; of other requests nothing changes."""
+    named = (3, 0, EOS, 41)
+    team = Team(varied.folder, draft_tokens=3, tensor_parallel=ranks, max_slots=4)
+    asked = how("presence", logprobs=0, logprob_ids=named)
+    outs = team.generate(
+        [
+            (PROMPTS[0], asked),
+            (PROMPTS[1], how("presence", logprobs=2)),
+            (PROMPTS[2], replace(asked, seed=5, temperature=1.0)),
+            (PROMPTS[1], Sampling(max_tokens=20)),
+        ],
+        stagger=1,
+    )
+    assert sum(out.accepted for out in outs) > 0
+    model = varied.oracle()
+    for prompt, out in ((PROMPTS[0], outs[0]), (PROMPTS[2], outs[2])):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + out.tokens])
+            logs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert [row[0][0] for row in out.logprobs] == out.tokens
+        for row, right in zip(out.logprobs, logs, strict=True):
+            assert {token for token, _ in row[1:]} == set(named)
+            values = [value for _, value in row[1:]]
+            assert values == sorted(values, reverse=True)
+            told = [value for _, value in row]
+            assert told == pytest.approx([right[i].item() for i, _ in row], abs=1e-4)
+    assert [len(row) for row in outs[1].logprobs] == [3] * len(outs[1].tokens)
+    assert outs[3].logprobs == []
+
+
 def test_captured_iterations_pick_the_same(teams: dict[int, Team], varied: Checkpoint) -> None:
     """Greedy, drawn, edited and reported slots side by side, each shape of batch captured once."""
     team = Team(varied.folder, draft_tokens=3)
@@ -226,6 +259,8 @@ def test_log_probs_of_ties() -> None:
         ("allowed_ids", tuple(range(1025))),
         ("allowed_ids", (-1,)),
         ("banned_ids", tuple(range(1025))),
+        ("logprob_ids", tuple(range(129))),
+        ("logprob_ids", (5,)),
     ],
 )
 def test_values_out_of_range_are_named(name: str, value: object) -> None:

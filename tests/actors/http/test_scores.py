@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.actors.driver.messages import Chunk, Completion, RequestStats
-from outrider.actors.http.bodies import CompletionBody
+from outrider.actors.http.bodies import ApiError, CompletionBody
 from outrider.actors.http.parsing import parse
 from outrider.actors.http.responses import ResponseWriter
 from outrider.model.text import Tokenizer
@@ -26,6 +26,32 @@ SPECIAL = "<|im_end|>"
 @pytest.fixture(scope="module")
 def offline() -> Offline:
     return Offline()
+
+
+def test_ids_that_a_chat_names_are_its_top_logprobs(offline: Offline) -> None:
+    said = [{"role": "user", "content": PROMPTS[1]}]
+    ids = offline.tokenizer.apply_chat_template(said)
+    named = [offline.tokenizer.encode(word)[0] for word in ("a", "yes", "no")]
+    (right,) = offline(ids, [{"logprobs": 0, "logprob_ids": tuple(named), "max_tokens": 6}])
+
+    async def work() -> None:
+        async with server() as ask:
+            how: dict[str, Any] = {"messages": said, "max_tokens": 6, "temperature": 0}
+            got = await ask(
+                "chat/completions", logprobs=True, logprob_token_ids=named,
+                return_tokens_as_token_ids=True, **how,
+            )  # fmt: skip
+            rows = got["choices"][0]["logprobs"]["content"]
+            assert len(rows) == len(right.logprobs) == 6
+            for row, (own, *others) in zip(rows, right.logprobs):
+                assert row["token"] == f"token_id:{own[0]}"
+                told = {one["token"]: one["logprob"] for one in row["top_logprobs"]}
+                assert told == pytest.approx({f"token_id:{i}": v for i, v in others}, abs=1e-3)
+
+    asyncio.run(work())
+    wrong = {"prompt": "a", "logprob_token_ids": named}
+    with pytest.raises(ApiError, match="logprob_token_ids: only with logprobs"):
+        parse(CompletionBody, json.dumps(wrong).encode())
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
