@@ -3,11 +3,14 @@
 #
 #   make demo     a prompt through two CPU ranks, with the speculation statistics
 #   make test     the tests that need no device, and of the network only the package index (PYTEST_ARGS="-k name --slow")
+#   make chaos    strikes ranks with FAULTS faults under traffic, and sees that no request notices
+#   make soak     the same for MINUTES minutes, a fault every 20 s: what an engine holds must not grow
 #   make mutants  plants faults in copies of the tree and sees that a test finds each (docs/mutants.md)
 #   make check    ruff, formatting and pyright
 #   make bench    tokens per second here, as JSON on the last line
 #   make clean    remove .venv, caches and build outputs
 #
+# FAULTS, MINUTES, SEED  of make chaos and make soak
 # MUTANTS      words of the names of the faults to plant; none: all
 # PYTHON       the interpreter to build .venv from, 3.11 or newer
 # TORCH_INDEX  an extra package index for torch, such as PyTorch's own index of CPU wheels
@@ -17,6 +20,9 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
+FAULTS ?= 200
+MINUTES ?= 30
+SEED ?= 0
 
 # Tests that only compute, on one thread each: they run in several processes. The others start
 # processes and measure time, so they have the machine for themselves.
@@ -36,7 +42,7 @@ export DEMO_PROMPT
 DEMO := $(BIN)/outrider generate --config cluster.yaml --model examples/tiny --echo \
 	--tensor-parallel 2 --draft-tokens 3 --max-tokens 120
 
-.PHONY: demo test mutants check bench clean
+.PHONY: demo test chaos soak mutants check bench clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -48,6 +54,12 @@ demo: $(RUN)
 test: $(DEV)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(COMPUTE_TESTS) $(PYTEST_ARGS) $(NONE_IS_FINE)
 	$(BIN)/python -m pytest $(COMPUTE_TESTS:%=--ignore=%) $(PYTEST_ARGS) $(NONE_IS_FINE)
+
+chaos: $(DEV)
+	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
+
+soak: $(DEV)
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
 
 mutants: $(DEV)
 	$(BIN)/python -m tests.mutants $(MUTANTS)

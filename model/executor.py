@@ -356,13 +356,15 @@ class Executor:
     def pick_firsts(
         self, slots: Tensor, features: SamplingFeatures, tokens: Tensor, last_hidden: Tensor
     ) -> tuple[Tensor, ...]:
-        """The first tokens [E, 1] of prompts, picked as the requests of slots [E] say.
+        """The first tokens [E, 1] of prompts, picked as the requests of slots [E] say; -1 where a
+        hidden is not a number.
 
         features: what they need. tokens, last_hidden: what prefill returned of them. Where log
         probabilities are asked for, their ids and values [E, 1, 1 + n] follow (sampling.log_probs).
         """
+        broken = _has_nan(last_hidden).unsqueeze(1)
         if features == NO_FEATURES:
-            return (tokens.unsqueeze(1),)
+            return (tokens.unsqueeze(1).masked_fill(broken, -1),)
         memory = self.slots.sampling
         rows = PickRows(slots=slots, last=self.slots.length[slots] - 1)
         hidden = last_hidden.unsqueeze(1)
@@ -371,7 +373,7 @@ class Executor:
         self.slots.fresh[slots, 0] = picked.squeeze(1)
         if features.edited:
             self._count_tokens(slots, picked, torch.ones_like(slots))
-        return (picked, *log_probs)
+        return (picked.masked_fill(broken, -1), *log_probs)
 
     def set_lasts(self, lasts: dict[int, int]) -> None:
         """Go on behind tokens that are known already, by slot, in place of prefill's first ones."""
@@ -383,9 +385,9 @@ class Executor:
     def iterate(self, batch: DecodeBatch, run: RunPiece = run_at_once) -> tuple[Tensor, ...]:
         """Draft, verify, accept and commit.
 
-        -> targets [B, K+1] int64 and kept [B] int64: the b-th slot gains targets[b, :kept[b]].
-        Where log probabilities are asked for, their ids and values [B, K+1, 1 + n] follow
-        (sampling.log_probs). run: runs each piece.
+        -> targets [B, K+1] int64 and kept [B] int64: the b-th slot gains targets[b, :kept[b]]; kept
+        is -1 where a hidden of the slot is not a number. Where log probabilities are asked for,
+        their ids and values [B, K+1, 1 + n] follow (sampling.log_probs). run: runs each piece.
         """
         gathered, drafts = self.draft(batch, run)
         return run("verify", lambda: self.verify(batch, gathered, drafts))
@@ -438,7 +440,7 @@ class Executor:
         )
         if batch.features.edited:
             self._count_tokens(batch.slots, targets, kept)
-        return (targets, kept, *log_probs)
+        return (targets, kept.masked_fill(_has_nan(hidden), -1), *log_probs)
 
     def _pick(
         self, hidden: Tensor, batch: DecodeBatch, gathered: GatheredSlots, drafts: Tensor
@@ -458,3 +460,9 @@ class Executor:
         """Add the first counts[b] of the tokens [B, R] to the answers that edits look at."""
         memory = self.slots.sampling
         self.device.ops.count_tokens(memory.history, slots, tokens, counts, memory.first_id)
+
+
+def _has_nan(hidden: Tensor) -> Tensor:
+    """hidden [N, ...] -> [N] bool: where it holds something that is not a number, or infinities of
+    both signs. Every rank has the same hiddens, and so the same answer."""
+    return hidden.flatten(1).sum(1).isnan()

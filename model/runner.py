@@ -35,6 +35,10 @@ from outrider.parallel.device import Device, Fetched
 from outrider.parallel.graph import Graphs
 
 
+class NumbersError(ArithmeticError):
+    """Weights, caches or the device are broken, or a prompt is beyond what the numbers hold."""
+
+
 class Runner:
     """Loads a rank's share of the model and runs steps.
 
@@ -346,6 +350,7 @@ class Runner:
         targets, kept, *log_probs = iteration.results.wait()
         rows = zip(iteration.requests, iteration.limits, targets.tolist(), kept.tolist())
         for index, (request, limit, tokens, count) in enumerate(rows):
+            _check_numbers(count)
             progress += self.slots.add_tokens(
                 request,
                 tokens[:count],
@@ -368,10 +373,17 @@ class Runner:
         for first in step.firsts:
             tokens, *log_probs = first.results.wait()
             for index, (request, token) in enumerate(zip(first.requests, tokens.tolist())):
+                _check_numbers(token[0])
                 logprobs = _log_probs(request, index, log_probs, first.named)
                 progress += self.slots.add_tokens(request, token, logprobs, verified=False)
         step.firsts.clear()
         return progress
+
+
+def _check_numbers(result: int) -> None:
+    """NumbersError for a result of the executor that says so."""
+    if result < 0:
+        raise NumbersError("a pass made hiddens that are not numbers: no token can follow them")
 
 
 def _log_probs(

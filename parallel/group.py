@@ -251,12 +251,15 @@ class SharedMemoryGroup(Group):
     as all ranks have mapped it, so that none is left behind however a rank ends.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout_s: float, file: str | None = None
+    ) -> None:
+        """file: its path, which must not exist yet; None: a random name."""
         self.rank, self.size, self._timeout_s, self._seq = rank, size, timeout_s, 0
         head_bytes = 64 * size
         total = head_bytes + 2 * size * SHM_BUFFER_BYTES
         if rank == 0:
-            path = SHM_DIR / f"outrider-{secrets.token_hex(8)}"
+            path = Path(file or SHM_DIR / f"outrider-{secrets.token_hex(8)}")
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             try:
                 os.posix_fallocate(fd, 0, total)
@@ -367,12 +370,17 @@ def hidden_in(store: dist.Store, secret: str) -> dist.Store:
 
 
 def connect(
-    store: dist.Store, rank: int, size: int, kind: str = "shm", timeout_s: float = 120.0
+    store: dist.Store,
+    rank: int,
+    size: int,
+    kind: str = "shm",
+    timeout_s: float = 120.0,
+    file: str | None = None,
 ) -> Group:
     """Find the other ranks through `store`; returns when all ranks have called this.
 
-    kind is "shm", "gloo", "peer", "nccl" or "hccl". Raises CollectiveError or torch's DistError
-    when a rank has not called it within `timeout_s`.
+    kind is "shm", "gloo", "peer", "nccl" or "hccl"; file: as SharedMemoryGroup takes it. Raises
+    CollectiveError or torch's DistError when a rank has not called it within `timeout_s`.
     """
     if size == 1:
         return alone()
@@ -382,7 +390,7 @@ def connect(
                 f"shared-memory collectives need Linux on x86-64, this is {platform.machine()}: "
                 f"set parallel.collective: gloo in cluster.yaml"
             )
-        return SharedMemoryGroup(store, rank, size, timeout_s)
+        return SharedMemoryGroup(store, rank, size, timeout_s, file)
     if kind == "peer":
         return PeerGroup(store, rank, size, timeout_s)
     return ProcessGroup(kind, store, rank, size, timeout_s)

@@ -47,7 +47,8 @@ class RankActor:
         self._rank = Rank(setup)
         node = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
-        return Location(node=node, host=host, process=ProcessId.of_this())
+        me, leftovers = ProcessId.of_this(), self._rank.leftovers
+        return Location(node=node, host=host, process=me, leftovers=leftovers)
 
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
         return self._rank.open(host, peers, driver_here)

@@ -44,12 +44,16 @@ class Connector:
     """
 
     def __init__(
-        self, context: zmq.Context | None = None, limit_bytes: int = MESSAGE_LIMIT_BYTES
+        self,
+        context: zmq.Context | None = None,
+        limit_bytes: int = MESSAGE_LIMIT_BYTES,
+        folder: str | None = None,
     ) -> None:
-        """limit_bytes: the longest message that may come in; -1: any."""
+        """limit_bytes: the longest message that may come in; -1: any. folder: that of the sockets,
+        which must not exist yet; None: one with a random name."""
         self.context: zmq.Context[Any] = context or zmq.Context(io_threads=1)
         self._limit_bytes = limit_bytes
-        self._folder: str | None = None
+        self._wanted_folder, self._folder = folder, None
         self._sockets: list[zmq.Socket[Any]] = []
 
     def listen(self, host: str | None) -> tuple[Connection, Address]:
@@ -58,7 +62,7 @@ class Connector:
         socket = self._socket()
         if host is None:
             if self._folder is None:
-                self._folder = tempfile.mkdtemp(prefix="outrider-")
+                self._folder = self._new_folder()
             endpoint = f"ipc://{self._folder}/{os.urandom(8).hex()}"
             socket.bind(endpoint)
             return Connection(socket, self._limit_bytes), Address(endpoint=endpoint)
@@ -69,6 +73,12 @@ class Connector:
         return Connection(socket, self._limit_bytes), Address(
             endpoint=socket.getsockopt_string(zmq.LAST_ENDPOINT), public_key=public
         )
+
+    def _new_folder(self) -> str:
+        if self._wanted_folder is None:
+            return tempfile.mkdtemp(prefix="outrider-")
+        os.mkdir(self._wanted_folder, 0o700)
+        return self._wanted_folder
 
     def connect(self, address: Address) -> Connection:
         """The other end of a connection that listens at `address`."""

@@ -12,6 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import secrets
+import shutil
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from types import MappingProxyType
@@ -100,6 +103,7 @@ class RankGroup:
         self._spec = spec
         self._name = name
         self._placement = placement
+        files = f"outrider-{secrets.token_hex(8)}"
         self._setups = [
             RankSetup(
                 rank=rank,
@@ -110,6 +114,7 @@ class RankGroup:
                 collective=spec.parallel.collective,
                 cpus=cpus[rank],
                 timeout_s=spec.ray.collective_timeout_s,
+                files=files,
             )
             for rank in range(run.tensor_parallel)
         ]
@@ -273,7 +278,8 @@ class RankGroup:
         await asyncio.gather(*self._runs, return_exceptions=True)
         self._runs = []
         here = ray.get_runtime_context().get_node_id()
-        processes = [place.process for place in self._places.values() if place.node == here]
+        places = [place for place in self._places.values() if place.node == here]
+        processes = [place.process for place in places]
         for process in processes:
             process.kill()  # Ray takes 5 s to kill a process that was stopped
         deadline = time.monotonic() + KILL_TIMEOUT_S
@@ -282,6 +288,9 @@ class RankGroup:
                 log.error("ranks with pids %s outlive their kill", living)
                 break
             await asyncio.sleep(0.01)
+        for path in (path for place in places for path in place.leftovers):
+            with contextlib.suppress(FileNotFoundError):
+                (shutil.rmtree if os.path.isdir(path) else os.unlink)(path)
         if not self._connector.context.closed:
             self._connector.close()
 

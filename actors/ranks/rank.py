@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,8 @@ class RankSetup:
     """CPUs to pin every thread to; None pins nothing."""
     timeout_s: float
     """The longest wait for another rank, in a collective or for its first message."""
+    files: str
+    """What the names of the group's files begin with, and those of no other group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class Location:
     node: str
     host: str
     process: ProcessId
+    leftovers: tuple[str, ...]
+    """Files and folders that it leaves behind if it is killed at the wrong moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,8 @@ class Rank:
         if setup.device != "npu":
             os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         self._set_threads()
-        self._connector = Connector()
+        self._sockets, self._shared = _files_of(setup)
+        self._connector = Connector(folder=self._sockets)
         self._store: Any = None
         self._group: Group | None = None
         self._runner: Any = None
@@ -93,6 +99,11 @@ class Rank:
         self._loop: RankLoop | None = None
         self._index = 0
         self._reported_bytes = 0
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        """Location.leftovers. Rank 0 makes the files, the others open them."""
+        return (self._sockets, self._shared) if self.setup.rank == 0 else ()
 
     def open(self, host: str, peers: Sequence[bool], driver_here: bool) -> Rendezvous:
         """Rank 0: open the store and listen, before anything slow.
@@ -145,7 +156,9 @@ class Rank:
         kind = collective_kind(setup.device) if setup.collective == "auto" else setup.collective
         if rendezvous.host == LOOPBACK:  # gloo would listen at the address of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._group = connect(self._store, setup.rank, setup.size, kind, setup.timeout_s)
+        self._group = connect(
+            self._store, setup.rank, setup.size, kind, setup.timeout_s, file=self._shared
+        )
         return pages
 
     def load(self, num_pages: int) -> dict[str, Any]:
@@ -209,6 +222,12 @@ class Rank:
         import torch
 
         torch.set_num_threads(1 if self.setup.device == "npu" else len(self.setup.cpus or (0,)))
+
+
+def _files_of(setup: RankSetup) -> tuple[str, str]:
+    """The folder of a group's sockets, and the file of its shared memory."""
+    folder = os.path.join(tempfile.gettempdir(), setup.files)
+    return folder, os.path.join("/dev/shm", setup.files)
 
 
 def settle_pages(setup: RankSetup, index: int) -> int:

@@ -287,7 +287,7 @@ def test_what_a_user_can_change_stays_a_config_error(error: Exception):
 
 
 def test_any_other_failure_names_rank_pid_and_message_and_keeps_the_traceback():
-    place = Location(node="n", host="h", process=ProcessId(42, 1))
+    place = Location(node="n", host="h", process=ProcessId(42, 1), leftovers=())
     told = explain(0, remote(ZeroDivisionError("by zero")), {0: place})
     assert isinstance(told, EngineDeadError)
     assert str(told) == "rank 0 (pid 42) failed: ZeroDivisionError: by zero"
@@ -362,6 +362,7 @@ def test_a_rank_takes_the_pages_its_device_has_room_for(
         collective="auto",
         cpus=None,
         timeout_s=1.0,
+        files="outrider-test",
     )
     free_bytes = int(memory_plan(model, run).total_bytes(room) / 0.84) + 1
     monkeypatch.setattr(devices, "free_device_bytes", lambda kind, index: free_bytes)
