@@ -25,7 +25,7 @@ LONG: dict[str, Any] = {"max_model_len": 300, "num_pages": 120}
 def told(driver: Driver, index: int = -1) -> list[tuple[int, str, int | None, int | None]]:
     """What the ranks said of the tokens of a choice: id, source, and with the last token of an
     iteration the drafts that were made and accepted. index: among all choices so far."""
-    ranks: Any = driver._ranks
+    ranks: Any = driver.ranks
     numbers = sorted({one.request for event in ranks.events for one in event.progress})
     found = []
     for event in ranks.events:

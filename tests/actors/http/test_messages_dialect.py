@@ -35,7 +35,7 @@ async def events(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any
 
 def test_the_answer_is_that_of_a_chat_whole_and_streamed() -> None:
     async def work() -> None:
-        async with serving(**ROOM) as (client, _, _):
+        async with serving(step_s=0.05, **ROOM) as (client, _, _):
             chat = {
                 "messages": [{"role": "system", "content": "Be brief.\n\nBe kind."}, USER],
                 "max_tokens": 30, "temperature": 0.5, "seed": 3,

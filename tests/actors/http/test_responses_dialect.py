@@ -93,7 +93,7 @@ def test_the_answer_is_that_of_a_chat_whole_and_streamed() -> None:
 
 def test_a_stream_tells_each_item_from_its_beginning_to_its_end() -> None:
     async def work() -> None:
-        async with asking() as (client, _):
+        async with asking(step_s=0.05) as (client, _):
             told = await events(client, input="hi", max_output_tokens=20, store=True)
         kinds = [event["type"].removeprefix("response.") for event in told]
         deltas = kinds.count("output_text.delta")
