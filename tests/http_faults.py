@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.faults import BODIES, Fault
 
 CLIENTS = "tests/actors/http/test_clients.py::test_"
+PAGE = "tests/actors/http/test_page.py::test_"
 DRAFT_INFO = "tests/actors/http/test_draft_info.py::test_"
 FORMS = "tests/actors/http/test_forms.py::test_"
 MIDDLEWARE = "tests/actors/http/test_middleware.py::test_"
@@ -132,6 +133,20 @@ HTTP_FAULTS = (
         "piece.text.translate(SHOWN_CONTROLS)",
         "piece.text",
         "tests/actors/test_chat.py::test_a_models_text_cannot_steer_the_terminal",
+    ),
+    Fault(
+        "the page may run any script",
+        "actors/http/page.py",
+        "f\"script-src {inline('script')}\"",
+        "\"script-src 'unsafe-inline'\"",
+        PAGE + "the_page_names_all_that_it_runs_and_takes_nothing_from_elsewhere",
+    ),
+    Fault(
+        "the page cannot be left out",
+        "actors/http/endpoints.py",
+        "[(page.PATH, page.Page().response)] if self._serve.page else []",
+        "[(page.PATH, page.Page().response)]",
+        PAGE + "the_page_can_be_left_out",
     ),
     Fault(
         "offsets of an answer do not count the echo before it",

@@ -181,6 +181,9 @@ class ServeSpec:
     docs: bool | Literal["auto"] = "auto"
     """Whether /openapi.json and /docs describe the API, to everyone; auto: unless api_key_file is
     set."""
+    page: bool = True
+    """Whether a page at / lets people try the server in a browser, to everyone; with api_key_file
+    they give it their key."""
     cors_origins: tuple[str, ...] | Literal["*"] = ()
     """Origins (scheme://host:port) of web pages that may call the server from a browser; "*": all
     of them."""

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 import outrider
 from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.driver.driver import Driver
-from outrider.actors.http import openapi
+from outrider.actors.http import openapi, page
 from outrider.actors.http.answering import Answering
 from outrider.actors.http.bodies import (
     DEFAULTS,
@@ -81,12 +81,14 @@ class Endpoints:
         self.metrics = Metrics(driver.stats)
         self._answers = Answering(driver, self._prompts, serve, self.metrics)
         with_docs = not keys if serve.docs == "auto" else serve.docs
+        open_paths = ["/health", "/ping", *(openapi.PATHS if with_docs else ())]
+        open_paths += [page.PATH] if serve.page else []
         guarded = AuthMiddleware(
             self._routes(with_docs),
             keys,
             serve,
             self.metrics.answered,
-            open_paths=("/health", "/ping", *(openapi.PATHS if with_docs else ())),
+            open_paths=open_paths,
             instance=instance,
         )
         self.app: ASGIApp = allow_origins(guarded, serve.cors_origins)
@@ -100,7 +102,9 @@ class Endpoints:
             redirect_slashes=False,
             **where,
         )
+        shown = [(page.PATH, page.Page().response)] if self._serve.page else []
         for path, handler in (
+            *shown,
             ("/health", self._health),
             ("/ping", self._health),
             ("/version", self._version),
@@ -112,7 +116,7 @@ class Endpoints:
             for method in ("GET", "HEAD"):
                 routes.add_api_route(
                     path, handler, methods=[method], response_model=None,
-                    include_in_schema=method == "GET",
+                    include_in_schema=method == "GET" and path != page.PATH,
                 )  # fmt: skip
         for path, handler in (
             ("/v1/completions", self._completions),

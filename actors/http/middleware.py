@@ -77,8 +77,8 @@ class AuthMiddleware:
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path.endswith("/"):
-            path = path.rstrip("/")
-            scope = {**scope, "path": scope.get("root_path", "") + (path or "/")}
+            path = path.rstrip("/") or "/"
+            scope = {**scope, "path": scope.get("root_path", "") + path}
         refusal = self._refusal(path, headers)
         if refusal is None:
             await self._inner(scope, limited, counted)

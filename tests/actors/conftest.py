@@ -30,6 +30,7 @@ from outrider.model.step import Command, Join, Leave, Progress, Sampling, StepEv
 
 if TYPE_CHECKING:
     from outrider.actors.engine import Engine
+    from tests.actors.http.chromium import Chromium
     from tests.actors.served import Served
     from tests.conftest import RunningCluster
 
@@ -278,4 +279,16 @@ def served(
     from tests.actors.served import Served
 
     with closing(Served(cluster, tiny, tmp_path_factory.mktemp("served"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Chromium]:
+    """A headless Chromium, where one is installed."""
+    from tests.actors.http.chromium import Chromium, find_chromium
+
+    path = find_chromium()
+    if path is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium, or Google Chrome")
+    with closing(Chromium(path)) as running:
         yield running

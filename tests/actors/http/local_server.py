@@ -75,7 +75,7 @@ async def listening(
         tokenizer,
         serve=ServeSpec(**serve),
         model="tiny",
-        about=lambda: {"ranks": []},
+        about=lambda: {"ranks": [], "slots": bounds.max_slots, "draft_tokens": bounds.draft_tokens},
         keys=[hashlib.sha256(key.encode()).digest() for key in keys],
     )
     listener = socket.create_server(("127.0.0.1", 0))
@@ -97,9 +97,18 @@ async def listening(
 class TinyServer:
     """The bundled checkpoint with drafts on, behind HTTP, in a thread."""
 
-    def __init__(self, *, keys: Sequence[str] = (), **serve: Any) -> None:
-        """keys: of the API. serve: keys of cluster.yaml's section."""
+    def __init__(
+        self,
+        *,
+        keys: Sequence[str] = (),
+        runner: Counting | None = None,
+        folder: Path = TINY,
+        **serve: Any,
+    ) -> None:
+        """keys: of the API. runner: what answers instead of the checkpoint. folder: as `listening`.
+        serve: keys of cluster.yaml's section."""
         self._keys, self._serve = keys, serve
+        self._runner, self._folder = runner, folder
         self.root = ""
         self.driver: Any = None
         self.endpoints: Any = None
@@ -110,11 +119,15 @@ class TinyServer:
         assert self._ready.wait(60)
 
     async def _run(self) -> None:
-        (runner,) = Team(TINY, draft_tokens=3, **ENGINE).runners
-        runner.hang = threading.Event()  # type: ignore[attr-defined] # what ThreadRanks stops by
-        bounds = limits_of(made(model=str(TINY)), runner.model, runner.run)
-        ranks = ThreadRanks([runner])  # type: ignore[list-item]
-        async with listening(ranks, bounds, self._keys, self._serve) as opened:
+        runner: Any = self._runner
+        if runner is None:
+            (runner,) = Team(TINY, draft_tokens=3, **ENGINE).runners
+            runner.hang = threading.Event()  # what ThreadRanks stops by
+            bounds = limits_of(made(model=str(TINY)), runner.model, runner.run)
+        else:
+            bounds = limits(vocab_size=4096, eos_ids=(2,), **ENGINE)
+        ranks = ThreadRanks([runner])
+        async with listening(ranks, bounds, self._keys, self._serve, self._folder) as opened:
             self.root, self.driver, self.endpoints = opened
             self._ready.set()
             await self._ending.wait()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
-from tests.actors.http.local_server import body, chat, run, serving
+from tests.actors.http.chromium import Chromium
+from tests.actors.http.local_server import TinyServer, body, chat, run, serving
 
 PAGE, OTHER, KEY = "https://app.example.com", "https://other.example.com", "sk-correct"
 ALLOWED = "access-control-allow-origin"
@@ -91,3 +97,57 @@ def test_all_origins_or_none() -> None:
             assert not any(name.startswith("access-control") for name in got.headers)
 
     run(work)
+
+
+@contextmanager
+def page_of_another_origin() -> Iterator[str]:
+    """The address of a page that is empty; another port is another origin."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{other.server_port}"
+        other.shutdown()
+
+
+ASK = """(async (url, key, body) => {
+  const headers = {"content-type": "application/json", authorization: `Bearer ${key}`};
+  try {
+    const got = await fetch(url, {method: "POST", headers, body: JSON.stringify(body)});
+    const pieces = [], reader = got.body.getReader();
+    for (let part = await reader.read(); !part.done; part = await reader.read())
+      pieces.push(new TextDecoder().decode(part.value));
+    return {status: got.status, pieces: pieces.length, text: pieces.join("")};
+  } catch (error) { return {refused: error.name}; }
+})"""
+
+
+def test_in_a_browser_a_page_of_another_origin_streams_where_it_is_named(
+    browser: Chromium,
+) -> None:
+    with (
+        page_of_another_origin() as named,
+        page_of_another_origin() as other,
+        closing(TinyServer(keys=[KEY], cors_origins=(named,))) as server,
+    ):
+        url = server.root + "/v1/chat/completions"
+
+        def ask(page: str, key: str, **changes: Any) -> dict[str, Any]:
+            what = chat(max_tokens=40, stream=True, temperature=0, **changes)
+            given = ", ".join(map(json.dumps, (url, key, what)))
+            return browser.open(page + "/").evaluate(f"{ASK}({given})")
+
+        got = ask(named, KEY)
+        assert got["status"] == 200
+        assert got["text"].endswith("data: [DONE]\n\n")
+        assert got["pieces"] > 3, "it came as one piece"
+        assert ask(named, "sk-wrong")["status"] == 401
+        assert "nonsense" in ask(named, KEY, nonsense=1)["text"]
+        assert ask(other, KEY) == {"refused": "TypeError"}
