@@ -139,8 +139,7 @@ class SlotTable:
     @property
     def can_run(self) -> bool:
         """Whether a request has prompt tokens left, begins, or can take part in an iteration."""
-        waiting = any(r.prompt_left or r.begins for r in self._requests.values())
-        return waiting or bool(self.decoding())
+        return any(r.prompt_left or self._decodes(r) or r.begins for r in self._requests.values())
 
     @property
     def constrained(self) -> bool:
@@ -201,14 +200,16 @@ class SlotTable:
         What one with a matcher may say next depends on all of its tokens: they must be read. One
         whose next rows may not have pages waits for a Grow.
         """
-        return [
-            r
-            for _, r in sorted(self._requests.items())
-            if not (r.prompt_left or r.begins)
-            and r.tokens_needed > 0
-            and not (r.matcher is not None and r.in_flight)
-            and self._has_room(r)
-        ]
+        return [r for _, r in sorted(self._requests.items()) if self._decodes(r)]
+
+    def _decodes(self, request: RunningRequest) -> bool:
+        """Whether it can take part in an iteration."""
+        awaits_grammar = request.matcher is not None and request.in_flight
+        return (
+            not (request.prompt_left or request.begins or awaits_grammar)
+            and request.tokens_needed > 0
+            and self._has_room(request)
+        )
 
     def _has_room(self, request: RunningRequest) -> bool:
         """Whether its pages hold the rows of another iteration, if those in flight keep all rows.

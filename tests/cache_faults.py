@@ -22,7 +22,7 @@ CACHE_FAULTS = (
     Fault(
         "rows are launched that have no pages",
         RUNNING,
-        "            and self._has_room(r)\n",
+        "            and self._has_room(request)\n",
         "",
         PAGES + "a_request_whose_pages_are_full_waits_while_the_others_go_on",
     ),
@@ -159,5 +159,12 @@ CACHE_FAULTS = (
         "            self.begins = not self.prompt_left\n",
         "",
         "tests/model/test_prefix.py::test_choices_of_a_prompt_share_its_rows_and_draw_as_they_would_alone[1]",
+    ),
+    Fault(
+        "the end of a conversation's last turn is not saved",
+        SCHEDULER,
+        "if tokens[index] in eos_ids), default=0)",
+        "if tokens[index] in ()), default=0)",
+        PREFIX + "a_conversation_is_found_although_the_words_that_ask_for_an_answer_go",
     ),
 )

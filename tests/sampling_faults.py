@@ -172,8 +172,8 @@ SAMPLING_FAULTS = (
     Fault(
         "an iteration does not wait for the first token of a request with a grammar",
         "model/running.py",
-        "and not (r.matcher is not None and r.in_flight)",
-        "",
+        "request.matcher is not None and request.in_flight",
+        "False",
         GRAMMARS + "answers_are_valid_and_the_same_with_drafts[regex-0.0]",
     ),
     Fault(

@@ -110,7 +110,8 @@ class Reserved:
 
 class PrefixCache:
     """blocks: who holds the pages. num_snapshots: places for states, 0 for no cache. every: a long
-    prompt's state is saved at multiples of so many rows, and at its end."""
+    prompt's state is saved at multiples of so many rows, and at its end. Where a conversation's
+    last turn ends it is saved too, if that spares the next turn an eighth of so many."""
 
     def __init__(self, blocks: BlockAllocator, num_snapshots: int, every: int) -> None:
         self.blocks, self.num_snapshots, self.every = blocks, num_snapshots, every
@@ -152,15 +153,21 @@ class PrefixCache:
             default=0,
         )
 
-    def reserve(self, join: int, chain: Chain, start: int) -> list[Save]:
+    def reserve(self, join: int, chain: Chain, start: int, turn_end: int = 0) -> list[Save]:
         """Places for the states of a prompt that runs from row `start` on; what is there already
-        makes way. They can be found once `publish` says that they are there."""
+        makes way. They can be found once `publish` says that they are there.
+
+        turn_end: rows with which the next turn of a conversation will surely begin; 0: unknown.
+        """
         end = len(chain.tokens)
         places = len(self._free) + len(self._used)
         if end == start or not places:
             return []
-        stops = [*self._stops(start, end), end][-places:]
-        saves = [Save(rows=rows, snapshot=self._take()) for rows in stops]
+        stops = [*self._stops(start, end), end]
+        before = max((stop for stop in stops if stop <= turn_end), default=start)
+        if before < turn_end < end and turn_end - before >= self.every // 8:
+            stops = sorted([*stops, turn_end])
+        saves = [Save(rows=rows, snapshot=self._take()) for rows in stops[-places:]]
         self._reserved[join] = Reserved(chain, saves)
         return saves
 

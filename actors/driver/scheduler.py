@@ -38,6 +38,9 @@ the driver reads results, the ranks have launched two more, and a Grow is on its
 GROWTH_TOKENS = 64
 """What a request gets beyond that, so that few commands bring few tokens each."""
 
+REPLY_START_TOKENS = 32
+"""A chat's prompt ends with fewer tokens than these, behind the end of its last turn."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -230,13 +233,20 @@ class Scheduler:
             end_ids=self._end_ids(request.sampling),
             emitted=list(request.emitted),
             restore=hit and Restore(hit.snapshot, hit.rows, hit.last_page, page),
-            saves=self.prefix.reserve(request.join_number, chain, rows),
+            saves=self.prefix.reserve(request.join_number, chain, rows, self._turn_end(chain)),
         )
 
     def _chain_of(self, request: Request) -> Chain:
         """Of the tokens that prefill runs for it."""
         tokens = request.prompt + request.emitted[:-1]
         return Chain(tokens, self.limits.page_tokens, request.cache_salt)
+
+    def _turn_end(self, chain: Chain) -> int:
+        """The tokens of a conversation up to the end of its last turn, 0 where there is none. What
+        follows asks for the answer, in words that templates leave out of the next prompt."""
+        tokens, eos_ids = chain.tokens, self.limits.eos_ids
+        tail = range(max(0, len(tokens) - REPLY_START_TOKENS), len(tokens))
+        return max((index + 1 for index in tail if tokens[index] in eos_ids), default=0)
 
     def _may_begin_later(self, request: Request) -> bool:
         """Whether it may start behind rows that others have run. Log probabilities of its prompt

@@ -7,17 +7,21 @@ that rows were restored, and with drafts that drafts were kept.
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from outrider.actors.driver.request import Request
+from outrider.model.step import Grammar
+from outrider.model.text import Tokenizer
 from outrider.parallel.device import Capabilities
 from tests.graphs import record
 from tests.model.conftest import Checkpoint
 from tests.ranks import Team
 from tests.scheduled import SNAPSHOT_TOKENS, Scheduled
+from tests.test_end_to_end import TINY
 
 PAGE, NUM_NEW = 8, 16
 
@@ -165,6 +169,31 @@ def flat(rows: list[Any]) -> list[float]:
     return [number for row in rows if row for pair in row for number in pair]
 
 
+def test_grammars_hold_answers_behind_restored_rows_and_after_a_preemption() -> None:
+    grammar = Grammar("regex", "[a-z]{3,9}( [a-z]{2,8}){4,9}\\.")
+    tokenizer, found = Tokenizer(TINY), []
+    prompt = tokenizer.encode("If you want to write your own template tag,")
+    for places in (8, 0):
+        engine = Team(TINY, draft_tokens=3, num_snapshots=places, max_model_len=512)
+        scheduled = Scheduled(engine, eos_ids=engine.model.eos_ids)
+        for turn in (prompt, prompt, [*prompt, 9], prompt):
+            request = scheduled.submit(turn, grammar=grammar, max_tokens=60)
+            while places and turn == prompt and len(request.emitted) < 5:
+                scheduled.step()
+            if places and request.slot is not None:
+                scheduled.scheduler.suspend(request.number)
+            scheduled.run()
+            found.append(request)
+    on, off = found[:4], found[4:]
+    assert [request.emitted for request in on] == [request.emitted for request in off]
+    assert [request.cached_tokens for request in on] == [0, *[len(prompt)] * 3]
+    for request in on:
+        text = tokenizer.decode(request.emitted[:-1])
+        assert re.fullmatch(grammar.text, text), text
+        assert request.finish == "stop"
+    assert sum(request.counters.accepted for request in on) > 0
+
+
 def test_two_prompts_that_begin_alike_at_the_same_time_end_right(varied: Checkpoint) -> None:
     engine = team(varied, 3)
     on, off = Scheduled(engine), Scheduled(team(varied, 3, 0))
@@ -261,7 +290,8 @@ def traffic(rng: random.Random, on: Scheduled) -> list[tuple[Request, dict[str, 
             if requests and rng.random() < 0.4:  # another turn
                 before = rng.choice(requests)[0]
                 prompt = [*before.prompt, *before.emitted, rng.randint(0, 9)]
-            how = {**rng.choice(KINDS[:4]), "max_tokens": rng.randint(1, 20), "min_tokens": 0}
+            how = {**rng.choice(KINDS[:4]), "min_tokens": 0, "ignore_eos": True}
+            how["max_tokens"] = rng.randint(1, 20)
             requests.append((on.submit(prompt[:200], **how), how))
         elif roll < 0.35 and scheduler.unfinished:
             scheduler.abort(rng.choice(scheduler.unfinished).number)
@@ -283,6 +313,7 @@ def check_traffic(seed: int, engine: Team, oracle: Scheduled, known: Known) -> i
         num_snapshots=rng.randint(1, engine.run_config.num_snapshots),
         snapshot_tokens=rng.choice((8, 16, 24, 64)),
         num_pages=rng.choice((40, 80, engine.run_config.num_pages)),
+        eos_ids=(5, 50, 150),
     )
     for runner in engine.runners:
         runner.run_ahead = seed % 2

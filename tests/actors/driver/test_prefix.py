@@ -82,6 +82,20 @@ def test_the_longest_beginning_is_found_and_no_text_that_differs(length: int, at
     assert ask(s, ranks, other).cached_tokens == len(other)
 
 
+def test_a_conversation_is_found_although_the_words_that_ask_for_an_answer_go() -> None:
+    """As in chat templates that drop the thoughts of turns before the last."""
+    s = scheduler(eos_ids=(200,), num_snapshots=40)
+    ranks, turn = ranks_of(s), [*text(75), 200]
+    ask(s, ranks, [*turn, 91, 92, 93])
+    second = [*turn, 91, 94, *text(9, 1), 200, *text(20, 2), 200]
+    assert ask(s, ranks, [*second, 91, 92, 93]).cached_tokens == len(turn)
+    assert ask(s, ranks, [*second, 91, 94]).cached_tokens == len(second)
+    # A turn that ends a row or two behind what is saved anyway spares the next one nothing.
+    other = [*text(23, 5), 200, 200]
+    ask(s, ranks, [*other, 91])
+    assert ask(s, ranks, [*other, 95]).cached_tokens == 24
+
+
 def test_tenants_with_other_salts_share_nothing() -> None:
     s = scheduler()
     ranks, prompt = ranks_of(s), text(60)
@@ -222,6 +236,7 @@ def test_random_traffic_with_evictions_says_what_it_would_without_and_closes_its
         snapshot_tokens=rng.choice((8, 16, 24, 40)),
         max_slots=rng.randint(1, 6),
         max_model_len=320,
+        eos_ids=(rng.randint(0, 20),),
     )
     ranks = Ranks(s, rng, lag=rng.randint(0, 4), chunk=rng.choice((8, 24, 64)))
     bases = [text(200, i) for i in range(3)]
