@@ -37,7 +37,6 @@ from outrider.parallel.kernels.launch import (
     after_previous,
     let_next_start,
     overlapped,
-    prefetch,
     wait_for_previous,
 )
 from outrider.parallel.operands import ExpertLayer
@@ -215,10 +214,6 @@ def _product_kernel(
     else:
         o = tl.minimum(tile * COLUMNS + c, O - 1)
     shared_blocks = tl.cdiv(num_rows, ROWS) if SHARED else 0
-    BYTES: tl.constexpr = K // PACKED * (w.dtype.element_ty.primitive_bitwidth // 8)
-    if SHARED and BYTES % 16 == 0:  # noqa: SIM102 (Triton)
-        if block < shared_blocks:
-            prefetch(shared_w + o * (K // PACKED), BYTES, PDL)
     wait_for_previous(PDL)
     # An entry that was not written is loaded too, so that no load waits for the number of them.
     entry = blocks + 1 + 3 * tl.maximum(block - shared_blocks, 0)

@@ -1,11 +1,11 @@
 """Matrix-vector products, of at most 8 vectors, that load the weight before the vectors are there.
 
-    load the weight of 16 columns -> wait for the kernel before -> load x, multiply, sum -> y
+    load some of the weight of 16 columns -> wait for the kernel before ->
+    multiply a step, load a step of the weight further on, ... -> sum -> y
 
-A weight read from the L2 cache comes hardly faster than from memory, so prefetching it there saves
-little. Here each program has the weight of its columns in registers when the rows of x come. The
-warps of a program share K, so no sum goes through memory. A thread loads 16 bytes at a time, in an
-order that makes them its operands of the instruction m16n8k16 (_operand), of FP8 once converted.
+A program has several steps of its weight in flight throughout; asking the L2 cache for more before
+the wait makes the product half as fast. The warps share K, so no sum goes through memory. A thread
+loads 16 bytes at a time, in an order that makes them its operands of m16n8k16 (_operand).
 Letters: N rows | K inner width | O, i columns of a result
 """
 
@@ -24,16 +24,14 @@ from torch import Tensor
 
 from outrider.parallel.formats import Fp8Matrix
 from outrider.parallel.group import OneShotBuffers
-from outrider.parallel.kernels.launch import let_next_start, overlapped, prefetch, wait_for_previous
+from outrider.parallel.kernels.launch import let_next_start, overlapped, wait_for_previous
 from outrider.parallel.kernels.one_shot import send_words, word_of
 
 MAX_ROWS = 8
-MAX_WARPS = 8
-DEPTH = 512
-"""How much of K a warp holds of a bfloat16 weight, in 4 steps; in 9 of them where MAX_WARPS warps
-could not hold K so. What they cannot hold then is read after the wait."""
-FP8_WARPS, FP8_DEPTH = 4, 768
-"""The warps of a program with an FP8 weight, and how much of K each of them holds."""
+PROCESSORS = 132
+"""Of an H200."""
+DEPTH, FP8_DEPTH = 256, 384
+"""How much of K a warp has in flight."""
 
 
 class Plan(NamedTuple):
@@ -41,12 +39,12 @@ class Plan(NamedTuple):
 
     warps: int
     registers: int
-    """Of a thread, so that three programs of 4 warps fit on a processor, or one that holds more."""
+    """Of a thread. They limit how many programs fit on a processor."""
     group: int
     """Columns of K that 4 lanes load at once."""
     groups: int
     held: int
-    """How many steps of the weight are loaded before the wait."""
+    """How many steps of the weight are in flight."""
     chain: int = 1
     """Neighbouring groups that a warp takes in turn. They have one scale."""
 
@@ -80,13 +78,14 @@ def gemv(
     assert y.shape == (num_rows, width)
     assert values.is_contiguous()
     assert scales.is_contiguous()
-    plan = _plan(inner, block[1])
-    step = plan.warps * plan.groups * plan.group
-    _gemv_kernel[(triton.cdiv(width, 8 if gated else 16),)](
+    tiles = triton.cdiv(width, 8 if gated else 16)
+    plan = _plan(inner, tiles, block[1])
+    steps = triton.cdiv(inner, plan.warps * plan.groups * plan.group * plan.chain) * plan.chain
+    _gemv_kernel[(tiles,)](
         x, values, scales, y, num_rows, x.stride(0), y.stride(0), width,
         *((buffers.addresses, buffers.sequence) if buffers else (y, y)),
         K=inner, G=plan.warps * plan.groups, GROUP=plan.group, CHAIN=plan.chain,
-        STEPS=triton.cdiv(inner, step * plan.chain) * plan.chain, HELD=plan.held,
+        STEPS=steps, HELD=min(plan.held, steps),
         FP8=fp8, BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1],
         GATED=gated, FACTOR=tl.bfloat16 if x.is_cuda else tl.float32,
         PLACES=buffers.rows if buffers else 0, WORDS=buffers.words if buffers else 0,
@@ -96,16 +95,23 @@ def gemv(
     )  # fmt: skip
 
 
-def _plan(inner: int, block_columns: int) -> Plan:
-    """The plan for a weight with so many columns, in blocks of so many or, with 0, bfloat16."""
-    if not block_columns:
-        warps = triton.next_power_of_2(triton.cdiv(inner, DEPTH))
-        if warps > MAX_WARPS:
-            return Plan(MAX_WARPS, 255, group=32, groups=4, held=9)
-        return Plan(warps, 168, group=32, groups=4, held=4)
-    group = 64 if block_columns % 64 == 0 else 32
-    chain = 2 if block_columns % (2 * group) == 0 else 1
-    return Plan(FP8_WARPS, 168, group, groups=1, held=FP8_DEPTH // group, chain=chain)
+def _plan(inner: int, tiles: int, block_columns: int) -> Plan:
+    """The plan for so many programs with a weight of `inner` columns, in blocks of so many or, with
+    0, bfloat16.
+
+    Three programs of 4 warps share a processor, or four, if all run at once then. Where a processor
+    has no more than one, it has 8 warps, unless K is short.
+    """
+    four = 3 * PROCESSORS < tiles <= 4 * PROCESSORS
+    registers = 128 if four else 168
+    if block_columns:
+        group = 64 if block_columns % 64 == 0 else 32
+        chain = 2 if block_columns % (2 * group) == 0 else 1
+        depth = FP8_DEPTH - 128 * four
+        return Plan(4, registers, group, groups=1, held=depth // group, chain=chain)
+    if tiles <= PROCESSORS and inner > 2048:
+        return Plan(8, registers, group=32, groups=4, held=4)
+    return Plan(4, registers, group=32, groups=4, held=DEPTH // 128)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -122,21 +128,18 @@ def _gemv_kernel(
     let_next_start(PDL)
     first, second = _pairs(w, width, K, GATED)
     held = ()
-    for step in tl.static_range(STEPS):
-        if step < HELD:
-            held = held + (_columns(first, second, step, K, G, GROUP, CHAIN),)  # noqa: RUF005 (Triton)
-    if STEPS > HELD:
-        ahead: tl.constexpr = HELD * G * GROUP
-        piece: tl.constexpr = (K - ahead) * (w.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(first + ahead, piece, PDL)
-        prefetch(second + ahead, piece, PDL)
+    for step in tl.static_range(HELD):
+        held = held + (  # noqa: RUF005 (Triton)
+            _step(
+                first, second, scales, step, width,
+                K, G, GROUP, CHAIN, FP8, BLOCK_ROWS, BLOCK_COLUMNS, GATED,
+            ),
+        )  # fmt: skip
     wait_for_previous(PDL)
     total = tl.zeros((G, 16, 8), tl.float32)
     for step in tl.static_range(STEPS):
-        if step < HELD:
-            one, two = held[step]
-        else:
-            one, two = _columns(first, second, step, K, G, GROUP, CHAIN)
+        one, two, scale = held[0]
+        held = held[1:]
         pair = tl.permute(tl.join(one, two), (3, 0, 1, 2))
         left = _operand(tl.reshape(pair, (16, G, GROUP)), 16, G, GROUP, FP8)
         right = _operand(_rows(x, num_rows, x_row, step, K, G, GROUP, CHAIN), 8, G, GROUP, FP8)
@@ -145,16 +148,20 @@ def _gemv_kernel(
             # By way of float16 and float32: the one instruction from float16 is four times slower.
             left = left.to(tl.float16).to(tl.float32).to(FACTOR)
             if step % CHAIN == 0:
-                part = tl.dot(left, right)
+                part, factor = tl.dot(left, right), scale
             else:
                 part = tl.dot(left, right, part)
             if step % CHAIN == CHAIN - 1:
-                total += part * _scales(
-                    scales, step // CHAIN, width, K, G, GROUP * CHAIN,
-                    BLOCK_ROWS, BLOCK_COLUMNS, GATED,
-                )  # fmt: skip
+                total += part * factor
         else:
             total = tl.dot(left.to(FACTOR), right, total)
+        if step + HELD < STEPS:
+            held = held + (  # noqa: RUF005
+                _step(
+                    first, second, scales, step + HELD, width,
+                    K, G, GROUP, CHAIN, FP8, BLOCK_ROWS, BLOCK_COLUMNS, GATED,
+                ),
+            )  # fmt: skip
     pair = tl.sum(total, 0).to(y.dtype.element_ty)
     pair = tl.permute(tl.reshape(pair, (2, 8, 8)), (1, 2, 0))
     if SIZE > 1:
@@ -180,6 +187,23 @@ def _inner(step, G: tl.constexpr, GROUP: tl.constexpr, CHAIN: tl.constexpr):
     """The indices along K of a step's operands [1, G, GROUP]."""
     group = (step // CHAIN * G + tl.arange(0, G)) * CHAIN + step % CHAIN
     return group[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+
+
+@triton.jit
+def _step(
+    first, second, scales, step, width,
+    K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, CHAIN: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """A step's piece of the weight, as _columns, and of FP8 the scale of the groups whose first
+    step this is."""
+    one, two = _columns(first, second, step, K, G, GROUP, CHAIN)
+    scale = 1.0
+    if FP8 and step % CHAIN == 0:
+        scale = _scales(
+            scales, step // CHAIN, width, K, G, GROUP * CHAIN, BLOCK_ROWS, BLOCK_COLUMNS, GATED
+        )
+    return one, two, scale
 
 
 @triton.jit

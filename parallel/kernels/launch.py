@@ -1,11 +1,12 @@
 """Launching a kernel while the one before it still runs, on devices that can do that.
 
-    kernel[grid](..., **overlapped(x))        in the kernel: prefetch(weights); after_previous(PDL)
+    kernel[grid](..., **overlapped(x))        in the kernel: after_previous(PDL)
 
 This is CUDA's programmatic dependent launch (capability 9.0). Each kernel at once permits the next
 one to start, and waits for the one before only where it first needs its results. So short kernels
-overlap at their start and end, and weights are loaded meanwhile. Before it has waited, a kernel may
-read weights and what was last written in an earlier iteration, and nothing else.
+overlap at their start and end, and some load weights meanwhile. Before it has waited, a kernel may
+read weights and what was last written in an earlier iteration, and nothing else. No kernel asks the
+L2 cache for weights ahead: wherever that was tried it cost time or brought none.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -55,17 +56,3 @@ def wait_for_previous(PDL: tl.constexpr):
     """The second half of after_previous."""
     if PDL:
         gdc_wait()
-
-
-@triton.jit
-def prefetch(at, num_bytes, PDL: tl.constexpr):
-    """Start to load num_bytes (a multiple of 16) from each pointer of `at` into the L2 cache."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;",
-            "=r,l,r",
-            [at.to(tl.int64), num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

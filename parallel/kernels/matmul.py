@@ -5,9 +5,9 @@
     hidden [N, K] -> head_keys of sampled rows, or head_logits -> kernels/sampling.py
 
 Products of up to 8 rows are in kernels/gemv.py. For more rows K is split over programs. Those of up
-to 32 rows load their piece of the weight before the rows are there, the others are enough programs
-to occupy the device. The last program of a tile to arrive adds up the pieces in a fixed order, so
-that a row's result depends on no other row and on no timing. FP8 weights: as in kernels/gemv.py.
+to 32 rows load their piece of the weight before the rows are there. The last program of a tile to
+arrive adds up the pieces in a fixed order, so that a row's result depends on no other row and on no
+timing. FP8 weights: as in kernels/gemv.py.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -31,7 +31,6 @@ from outrider.parallel.kernels.launch import (
     after_previous,
     let_next_start,
     overlapped,
-    prefetch,
     wait_for_previous,
 )
 from outrider.parallel.kernels.noise import EXACT_SUMS, noise, position_of, row_keys, slot_of
@@ -46,10 +45,6 @@ PROGRAMS = 160
 """K is split in two as often as the launch then has at most this many programs, ..."""
 LEAST_DEPTH = 256
 """... each of which has at least this much of K."""
-FIRST_TILES = tl.constexpr(264)
-HEAD_AHEAD = 2048
-"""The first programs of the head, two for each of 132 processors, prefetch this many bytes of the
-weight of each of their columns."""
 HELD_DEPTH = 512
 """How much of K a program loads into shared memory before the rows are there, in 4 steps of 128."""
 HELD_ROWS = 32
@@ -58,9 +53,6 @@ PROCESSORS = 132
 """Of an H200. Products with FP8 weights are split into programs that all run at once."""
 BLOCK_DEPTH = 128
 """The most columns of an FP8 weight that a program reads in one step."""
-AHEAD = tl.constexpr(1024)
-"""Bytes of each row of an FP8 weight that a program prefetches, of its piece. All pieces of a large
-weight together are more than the L2 cache holds."""
 SWIGLU_PIECE = 1024
 """Elements of a row that one program of swiglu takes."""
 Weight = Tensor | Fp8Matrix
@@ -112,7 +104,7 @@ def blocks_tiling(
 def head_tiling(num_rows: int, bytes_each: int) -> Tiling:
     """The tiling of head_keys, where an element of the weight has `bytes_each`."""
     if num_rows <= 16:
-        return Tiling(64 if bytes_each > 1 else 128, 256, 1, 4, 4)
+        return Tiling(64, 256, 1, 4, 4) if bytes_each > 1 else Tiling(64, 512, 1, 4, 3)
     return Tiling(128, 128, 1, 4, 4) if bytes_each > 1 else Tiling(128, 256, 1, 4, 3)
 
 
@@ -285,7 +277,7 @@ def _launch_head(
             K=inner, ROWS=_padded(num_rows), COLUMNS=tiling.columns,
             DEPTH=tiling.depth // x.element_size(), FP8=scales is not None,
             STORE=logits is not None, DRAWN=sampled is not None,
-            SWAP=tiling.weight_first, FACTOR=_factor(x, w), AHEAD=HEAD_AHEAD // w.element_size(),
+            SWAP=tiling.weight_first, FACTOR=_factor(x, w),
             num_warps=tiling.warps, num_stages=tiling.stages,
             **(EXACT_SUMS if sampled else {}), **overlapped(x),
         )  # fmt: skip
@@ -329,9 +321,6 @@ def _rows_kernel(
             x, w, num_rows, x_row, n, o, first, K, STEPS, ROWS, COLUMNS, DEPTH, FACTOR, PDL
         )
     else:
-        if EVEN:
-            piece: tl.constexpr = STEPS * DEPTH * (w.dtype.element_ty.primitive_bitwidth // 8)
-            prefetch(w + o.to(tl.int64) * K + first, min(piece, AHEAD) if FP8 else piece, PDL)
         wait_for_previous(PDL)
         if FP8:
             total = _blocks_product(
@@ -489,7 +478,7 @@ def _head_kernel(
     num_rows, x_row, width, R, first_id, shift,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     FP8: tl.constexpr, STORE: tl.constexpr, DRAWN: tl.constexpr,
-    SWAP: tl.constexpr, FACTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the key of each row's best logit in one tile of the vocabulary; with STORE the
     logits instead; with DRAWN the logits are scaled and have their row's noise."""
@@ -497,9 +486,6 @@ def _head_kernel(
     n, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     o = tile * COLUMNS + c
     STEPS: tl.constexpr = triton.cdiv(K, DEPTH)
-    if tile < FIRST_TILES and K >= AHEAD:
-        piece = AHEAD * (w.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(w + tl.minimum(o, width - 1).to(tl.int64) * K, piece, PDL)
     after_previous(PDL)
     total = _product(
         x, w, num_rows, x_row, n, tl.minimum(o, width - 1), 0,

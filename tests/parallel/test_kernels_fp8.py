@@ -43,7 +43,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are not all held before the wait, and are split, as large ones are."""
-    monkeypatch.setattr(gemv, "FP8_DEPTH", 128)
+    monkeypatch.setattr(gemv, "FP8_DEPTH", 192)
     monkeypatch.setattr(matmul, "LEAST_DEPTH", 128)
 
 
