@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.actors.http.calls import ArgumentsPiece, CallBegins, CallEnds
@@ -68,6 +68,7 @@ def events_of(pieces: Sequence[str], form: ReplyForm, **how: Any) -> list[Event]
     return pushed + parser.finish(was_cut=was_cut)
 
 
+@settings(deadline=None)
 @given(
     text=replies, form=forms, cuts=st.lists(st.integers(0, 300)), was_cut=st.booleans(),
     max_calls=st.sampled_from((None, 1)),
@@ -88,6 +89,7 @@ def test_pieces_add_up_to_the_whole(
             begun -= isinstance(event, CallEnds)
 
 
+@settings(deadline=None)
 @given(text=replies, form=forms)
 def test_what_is_no_call_is_not_lost(text: str, form: ReplyForm) -> None:
     """Of a reply without calls only the tags of its thought and the space beside them go."""
