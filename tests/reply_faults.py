@@ -71,7 +71,7 @@ REPLY_FAULTS = (
     Fault(
         "a template gets arguments as a text",
         "actors/http/chats.py",
-        'value = json.loads(value or "{}") if isinstance(value, str) else value',
+        'value = from_json(value or "{}", allow_inf_nan=False)',
         'value = {"text": value}',
         TOOLS + "a_chat_is_replayed_through_the_template[json]",
     ),

@@ -15,7 +15,7 @@ from typing import Any
 from outrider.actors.http.arguments import Schema, referred, types_of
 from outrider.actors.http.calls import END_CALL, END_FUNCTION, END_PARAMETER, PARAMETER, Tools
 from outrider.model.reply_form import FUNCTION, TOOL_CALL, CallForm
-from outrider.model.step import JSON_WHITESPACE
+from outrider.model.step import JSON_WHITESPACE, MAX_GRAMMAR_CHARS
 
 ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 """Names of the parameters that a tool takes without listing them."""
@@ -40,7 +40,7 @@ class _Rules:
 
     def __init__(self, form: CallForm) -> None:
         self._form, self._lines = form, list[str]()
-        self._num_values = 0
+        self._num_values = self._num_chars = 0
 
     def add(self, name: str, body: str) -> str:
         """Add a rule, with a number if need be -> its name. The attributes of a rule stand behind
@@ -57,7 +57,7 @@ class _Rules:
     def tool(self, name: str, schema: Schema) -> str:
         if self._form == "json":
             begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-            return self._new(f'{begin} {_json({**schema, "type": "object"}, schema)} "}}"')
+            return self._new(f'{begin} {self._json({**schema, "type": "object"}, schema)} "}}"')
         required = schema.get("required", ())
         parameters = [
             self._parameter(json.dumps(f"{PARAMETER}{_checked(key)}>\n"), one, schema)
@@ -103,23 +103,26 @@ class _Rules:
                     yield self._new(_text(schema), f"[suffix={json.dumps(END_PARAMETER)}]")
                 if others := sorted(types - {"string"}):
                     said = schema if isinstance(schema, Mapping) else {}
-                    yield f"{_json({**said, 'type': others}, root)} {end}"
+                    yield f"{self._json({**said, 'type': others}, root)} {end}"
+
+    def _json(self, schema: Schema, root: Schema) -> str:
+        """A value in JSON. root: where its references lead."""
+        whole = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
+        text = json.dumps(whole)
+        if '"$ref"' in text:
+            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            text = json.dumps(whole | definitions)
+        self._num_chars += len(text)
+        if self._num_chars > MAX_GRAMMAR_CHARS:
+            rule = f"at most {MAX_GRAMMAR_CHARS} characters, with what they refer to each time"
+            raise ValueError(f"too many schemas of values: {rule}")
+        return f"%json {text}"
 
 
 def _checked(name: str) -> str:
     if ">" in name or "\n" in name or not name:
         raise ValueError(f"a parameter cannot be called {name!r}")
     return name
-
-
-def _json(schema: Schema, root: Schema) -> str:
-    """A value in JSON. root: where its references lead."""
-    whole = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
-    text = json.dumps(whole)
-    if '"$ref"' in text:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        text = json.dumps(whole | definitions)
-    return f"%json {text}"
 
 
 def _constant(value: object) -> str:

@@ -7,13 +7,13 @@ common with completions stands in bodies.py.
 
 from __future__ import annotations
 
-import json
 import reprlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 
 from outrider.actors.http.bodies import ApiError, Body, BodyLimits, Settings, Whole
 from outrider.actors.http.rules import rule, unsupported
@@ -84,7 +84,8 @@ class Part(Body):
 def _arguments(value: Any) -> Any:
     """The arguments of a call as an object, which is what chat templates write."""
     try:
-        value = json.loads(value or "{}") if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = from_json(value or "{}", allow_inf_nan=False)
     except ValueError as problem:
         raise rule(f"must be an object, in JSON: {problem}") from None
     if not isinstance(value, dict):

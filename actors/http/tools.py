@@ -8,6 +8,7 @@ With tool_choice none the model is told of no tools, so it calls none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,12 +52,12 @@ class ToolUse:
 
     def check(self) -> None:
         """ApiError for tools and a choice that do not go together."""
-        names = [function["name"] for function in self.functions]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ApiError(400, f"tools: {min(twice)!r} is there twice", param="tools")
+        names = Counter(function["name"] for function in self.functions)
+        if names and (most := names.most_common(1)[0])[1] > 1:
+            raise ApiError(400, f"tools: {most[0]!r} is there {most[1]} times", param="tools")
         if self.choice.mode == "required" and not names:
             raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
-        if unknown := set(self.choice.names or ()) - set(names):
+        if unknown := set(self.choice.names or ()) - names.keys():
             why = f"tool_choice: there is no tool {min(unknown)!r}"
             raise ApiError(400, why, param="tool_choice")
 

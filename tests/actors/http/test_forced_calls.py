@@ -6,6 +6,7 @@ The bundled checkpoint answers, with drafts and without; jsonschema says what is
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,20 @@ def test_schemas_that_no_grammar_says_are_refused(schema: dict[str, Any], why: s
         use.grammar(None, ReplyForm("none", "xml"))
     assert caught.value.error["param"] == "tools"
     assert why in str(caught.value)
+
+
+def test_hostile_tools_are_refused_in_time() -> None:
+    """Definitions that each of many values would hold again, and names that all are looked for."""
+    values = {str(n): {"type": "array", "items": {"$ref": "#/$defs/a"}} for n in range(900)}
+    schema = {"properties": values, "$defs": {"a": {"enum": ["x" * 50] * 50_000}}}
+    tools = [{"name": f"tool{n}", "parameters": schema} for n in range(100_000)]
+    started = time.process_time()
+    with pytest.raises(ApiError, match="too many schemas of values"):
+        ToolUse(tools[:1], ToolChoice("required")).grammar(None, ReplyForm("none", "xml"))
+    ToolUse(tools).check()
+    with pytest.raises(ApiError, match="'tool5' is there 2 times"):
+        ToolUse([*tools, tools[5]]).check()
+    assert time.process_time() - started < 2.0
 
 
 def test_a_pattern_holds_as_it_would_in_json_schema() -> None:

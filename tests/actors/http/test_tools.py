@@ -377,7 +377,7 @@ def test_what_the_template_writes_is_read_as_it_was(
 REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
     ({"tools": [{"function": {"name": "a b"}}]}, "tools.0.function.name", "'a b'"),
-    ({"tools": [WEATHER, WEATHER]}, "tools", "'weather' is there twice"),
+    ({"tools": [WEATHER, WEATHER]}, "tools", "'weather' is there 2 times"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto"'),
     (
@@ -403,6 +403,19 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
         "messages.1.tool_calls.0.function.arguments", "must be an object, in JSON",
     ),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [150, 199, 100_000])
+def test_deep_arguments_are_replayed_or_refused(form: tuple[Path, str], depth: int) -> None:
+    folder, _ = form
+    said = '{"a": ' + "[" * depth + "]" * depth + "}"
+    call = {"type": "function", "function": {"name": "now", "arguments": said}}
+    data = json.dumps({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}).encode()
+    if depth > 199:
+        with pytest.raises(ApiError, match=r"arguments: must be an object, in JSON: recursion"):
+            parse(ChatBody, data)
+    else:
+        assert "[" * depth in chat_text(Tokenizer(folder), parse(ChatBody, data))
 
 
 @pytest.mark.parametrize(("fields", "param", "why"), REFUSED)
