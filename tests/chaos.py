@@ -68,14 +68,14 @@ SCHEMA = json.dumps(
     }
 )
 KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "greedy": ({"max_tokens": 150}, ()),
-    "seeded": ({"max_tokens": 120, "temperature": 0.9, "top_p": 0.95}, ()),
+    "greedy": ({"max_tokens": 80}, ()),
+    "seeded": ({"max_tokens": 70, "temperature": 0.9, "top_p": 0.95}, ()),
     "penalties": (
-        {"max_tokens": 100, "temperature": 0.8, "presence_penalty": 0.7,
+        {"max_tokens": 60, "temperature": 0.8, "presence_penalty": 0.7,
          "frequency_penalty": 0.5, "repetition_penalty": 1.2}, ()),
-    "log probabilities": ({"max_tokens": 80, "logprobs": 3, "prompt_logprobs": 1}, ()),
-    "stop strings": ({"max_tokens": 150, "temperature": 0.7}, ("the ", "self.")),
-    "grammar": ({"max_tokens": 60, "temperature": 0.8, "grammar": Grammar("json_schema", SCHEMA)},
+    "log probabilities": ({"max_tokens": 50, "logprobs": 3, "prompt_logprobs": 1}, ()),
+    "stop strings": ({"max_tokens": 80, "temperature": 0.7}, ("the ", "self.")),
+    "grammar": ({"max_tokens": 40, "temperature": 0.8, "grammar": Grammar("json_schema", SCHEMA)},
                 ()),
 }  # fmt: skip
 
@@ -257,7 +257,7 @@ class Injector:
                 time.sleep(self.rng.uniform(0.0, 0.3))
             self._hit(fault, moment)
         self._until_recovered(before + 1)
-        self._until_tokens(60)
+        self._until_tokens(20)
 
     def _hit(self, fault: str, moment: str) -> None:
         """Strike one of the two ranks that live."""
