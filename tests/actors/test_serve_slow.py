@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -130,3 +132,35 @@ def test_the_command_serves_behind_a_key_and_finishes_what_is_open(
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_whose_ranks_are_lost_for_good_is_replaced(served: Served) -> None:
+    """Its stream ends with the rank's own error, its health is red, and another one answers."""
+    overrides = {"model": str(TINY), "tensor_parallel": 1, "max_losses": 0}
+    serve.run(application(serving_spec(None, overrides)), name="mortal", route_prefix="/mortal")
+    root, body = served.root + "/mortal", {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    try:
+        first = httpx.get(root + "/health").json()
+        with httpx.stream("POST", root + "/v1/completions", json=body | {"stream": True}) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            assert "choices" in next(lines)
+            os.kill(first["ranks"][0]["pid"], signal.SIGKILL)
+            *_, last = lines
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "engine_dead"
+        assert re.search(rf"rank 0 \(pid {first['ranks'][0]['pid']}\) died", error["message"])
+        seen, deadline_s = set(), time.monotonic() + 100
+        while True:
+            health = httpx.get(root + "/health", timeout=60)
+            seen.add(health.status_code)
+            if health.status_code == 200 and health.json()["driver"] != first["driver"]:
+                break
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        assert 503 in seen
+        assert (
+            httpx.post(root + "/v1/completions", json=body | {"max_tokens": 5}).status_code == 200
+        )
+    finally:
+        serve.delete("mortal")
