@@ -29,14 +29,10 @@ from outrider.model.plan import check_device, check_pages, memory_plan
 from outrider.model.prefill import PaddedSpans, PrefillPolicy
 from outrider.model.running import InFlight, InFlightStep, RunningRequest, SlotTable
 from outrider.model.sampling import NO_FEATURES
-from outrider.model.step import Command, Join, Leave, Progress
+from outrider.model.step import Command, Join, Leave, NumbersError, Progress
 from outrider.model.weights import load, settle
 from outrider.parallel.device import Device, Fetched
 from outrider.parallel.graph import Graphs
-
-
-class NumbersError(ArithmeticError):
-    """Weights, caches or the device are broken, or a prompt is beyond what the numbers hold."""
 
 
 class Runner:

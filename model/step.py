@@ -367,3 +367,8 @@ class StepEvent(msgspec.Struct, frozen=True):
     progress: list[Progress]
     depth: int | None = None
     """StepPlan.depth of the step."""
+
+
+class NumbersError(ArithmeticError):
+    """A pass made what is not a number: weights, caches or the device are broken, or a prompt leads
+    beyond what the numbers hold. It is here because a driver reads it, which has no torch."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 from tests.faults import REQUEST, RUNNER, RUNNING, Fault
 
 SCHEDULER = "actors/driver/scheduler.py"
+SUPERVISOR = "actors/driver/supervisor.py"
+RECOVERED = "tests/actors/driver/test_recovery.py::test_"
 RESUMED = (
     "tests/model/test_resume.py::test_an_answer_that_was_interrupted_anywhere_goes_on_the_same"
 )
@@ -62,5 +64,27 @@ RECOVERY_FAULTS = (
         "        if not self.emitted:\n            del",
         "        if False:\n            del",
         SUSPENDED + "log_probabilities_of_a_prompt_come_once_whenever_it_is_suspended",
+    ),
+    Fault(
+        "losses that are long past still count",
+        SUPERVISOR,
+        "self._losses[0] < now - limits.window_s",
+        "self._losses[0] < 0",
+        RECOVERED + "losses_that_are_long_past_do_not_count",
+    ),
+    Fault(
+        "a hang while all requests decode is not noticed",
+        SUPERVISOR,
+        'key = "prefill_s" if self._work.prefilling else "decode_s"',
+        'key = "prefill_s"',
+        RECOVERED + "prompts_and_answers_have_limits_of_their_own[9.0-0.3]",
+    ),
+    Fault(
+        "what is not a number makes a token",
+        "model/executor.py",
+        "kept.masked_fill(_has_nan(hidden), -1)",
+        "kept",
+        "tests/model/test_broken_numbers.py::"
+        "test_a_broken_cache_of_one_request_makes_no_later_token[0-greedy]",
     ),
 )

@@ -26,3 +26,4 @@ def test_faults_at_any_moment_cost_no_request_anything(cluster: RunningCluster) 
     for what in ("rank_processes", "pages_held", "slots_held", "queued", "shared_memory_files"):
         assert first[what] == last[what], what
     assert last["driver_fds"] <= first["driver_fds"] + 8
+    assert last["driver_rss_mb"] < first["driver_rss_mb"] + 50, "has it imported torch?"

@@ -104,13 +104,16 @@ def right(last: int, max_tokens: int) -> list[int]:
 
 async def until_tokens(handle: Handle, number: int) -> None:
     """Returns when a request has got so many since it joined."""
-    while handle.request.num_since_join < number:
-        assert not handle.request.ended
+    while True:
+        assert not handle.request.ended, handle.request.error
+        if handle.request.num_since_join >= number:
+            return
         await asyncio.sleep(0.001)
 
 
 async def until_recovered(driver: Driver, number: int) -> None:
     while driver.stats()["recoveries"] < number or driver.is_recovering:
+        assert driver.error is None, driver.error
         await asyncio.sleep(0.001)
 
 
