@@ -7,6 +7,7 @@
 #   make soak     the same for MINUTES minutes, a fault every 20 s: what an engine holds must not grow
 #   make mutants  plants faults in copies of the tree and sees that a test finds each (docs/mutants.md)
 #   make check    ruff, formatting and pyright
+#   make audit    known vulnerabilities of the installed packages; asks PyPI about each, so not in check
 #   make bench    tokens per second here, as JSON on the last line
 #   make clean    remove .venv, caches and build outputs
 #
@@ -42,7 +43,7 @@ export DEMO_PROMPT
 DEMO := $(BIN)/outrider generate --config cluster.yaml --model examples/tiny --echo \
 	--tensor-parallel 2 --draft-tokens 3 --max-tokens 120
 
-.PHONY: demo test chaos soak mutants check bench clean
+.PHONY: demo test chaos soak mutants check audit bench clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -68,6 +69,11 @@ check: $(DEV)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/pyright
+
+audit: $(DEV)
+	test -x .venv/audit/bin/pip-audit || { $(PYTHON) -m venv .venv/audit && \
+	  .venv/audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit; }
+	.venv/audit/bin/pip-audit --skip-editable --path $(wildcard .venv/lib/python*/site-packages)
 
 bench: $(DEV)
 	@$(BIN)/python -m outrider.benchmarks.bench

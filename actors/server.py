@@ -37,7 +37,7 @@ from outrider.actors.cluster.placement import (
     is_private,
     missing,
 )
-from outrider.actors.cluster.processes import killed, sigterm_blocked
+from outrider.actors.cluster.processes import killed, lost_process, sigterm_blocked
 from outrider.actors.cluster.spec import Spec
 from outrider.actors.draining import POLL_S
 from outrider.actors.errors import EngineDeadError
@@ -53,10 +53,14 @@ from outrider.model.config import ConfigError
 
 log = logging.getLogger(__name__)
 APPLICATION, ROUTE = "outrider", "/"
+WATCH_S = 0.5
+"""Between two looks at Ray's processes."""
 TELL_S = 10.0
 """Between two words on a start that goes on."""
 DRAIN_CALL_S = 10.0
-"""Longest wait for the replicas' answer to one such look."""
+"""Longest wait for the replicas' answer to one look at what is open."""
+CUT_S = 3.0
+"""The same where the cluster has lost a part."""
 
 
 def run_server(
@@ -77,7 +81,9 @@ def run_server(
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         console.say(f"ready: {url} (metrics, health and statistics: docs/serving.md)")
         with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            while (lost := lost_process()) is None:
+                time.sleep(WATCH_S)
+            raise EngineDeadError(lost)
         console.say(f"ending; requests may go on for {spec.serve.drain_timeout_s:g} s")
 
 
@@ -103,11 +109,16 @@ def serving(spec: Spec, instance: str | None = None) -> Iterator[str]:
         if why is not None:
             raise PlacementError(f"a replica cannot be placed: {why}")
         replicas = _deploy(app, spec)
+        # A first call needs more of Ray than the next: than one that has lost its GCS can do.
+        replicas.broadcast("check_health").results(timeout_s=DRAIN_CALL_S, return_exceptions=True)
         try:
             scheme = "https" if spec.serve.tls else "http"
             yield f"{scheme}://{spec.serve.host}:{spec.serve.port}/v1"
         finally:
-            drain(replicas, spec.serve.drain_timeout_s)
+            if lost_process():
+                cut_soon(replicas)
+            else:
+                drain(replicas, spec.serve.drain_timeout_s)
     finally:
         _end(cluster)
 
@@ -183,6 +194,10 @@ def start_error(text: str) -> Exception:
 
 def _end(cluster: Cluster) -> None:
     """Delete the application, if it came to one, and undo what started it."""
+    if lost_process():  # Serve would wait for what does not answer any more
+        with killed(first=True):
+            cluster.close()
+        return
     # Ray prints that a call which ends Serve's controller was not answered by it.
     with contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -216,6 +231,14 @@ def drain(replicas: DeploymentHandle, timeout_s: float) -> None:
             time.sleep(POLL_S)
     finally:  # also when a second Ctrl-C strikes
         _open_requests(replicas, cut=True)
+
+
+def cut_soon(replicas: DeploymentHandle) -> None:
+    """End what is open with an error, where Ray may not carry the call any more: within CUT_S."""
+    cutting = threading.Thread(target=_open_requests, args=(replicas,), kwargs={"cut": True})
+    cutting.daemon = True
+    cutting.start()
+    cutting.join(CUT_S)
 
 
 def _open_requests(replicas: DeploymentHandle, *, cut: bool = False) -> int:

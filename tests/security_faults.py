@@ -11,6 +11,11 @@ SECURITY = "tests/actors/http/test_security.py::test_"
 ESCAPING = "tests/model/test_escaping.py::test_"
 GROUP = "tests/parallel/test_group.py::test_"
 HAPROXY = "tests/actors/cluster/test_haproxy.py::test_"
+MIDDLEWARE = "tests/actors/http/test_middleware.py::test_"
+READERS = (
+    "tests/actors/http/test_slow_readers.py::"
+    "test_a_hundred_clients_that_stop_reading_hold_nobody_up"
+)
 READING = "tests/actors/http/test_reading.py::test_"
 
 SECURITY_FAULTS = (
@@ -62,5 +67,33 @@ SECURITY_FAULTS = (
         "prctl(PR_SET_PDEATHSIG, signal.SIGKILL)",
         "getpid()",
         HAPROXY + "it_outlives_sigterm_and_not_its_parent",
+    ),
+    Fault(
+        "a body may take for ever",
+        "actors/http/middleware.py",
+        "asyncio.timeout(deadline_s - time.monotonic())",
+        "asyncio.timeout(None)",
+        MIDDLEWARE + "a_body_that_does_not_come_is_408",
+    ),
+    Fault(
+        "requests of another server's proxy are answered",
+        "actors/http/middleware.py",
+        "if self._instance and not",
+        "if False and not",
+        MIDDLEWARE + "what_another_servers_proxy_sends_is_503",
+    ),
+    Fault(
+        "a client that stops reading is waited for",
+        "actors/http/middleware.py",
+        "asyncio.timeout(self._serve.reader_timeout_s)",
+        "asyncio.timeout(None)",
+        READERS,
+    ),
+    Fault(
+        "an error that ends a stream is not followed by its end",
+        "actors/http/answering.py",
+        "encoded(writer.error_events(refusal)) + writer.stream_end",
+        "encoded(writer.error_events(refusal))",
+        "tests/actors/http/test_endpoints.py::test_what_drains_too_long_ends_with_an_error_that_says_so",
     ),
 )

@@ -13,9 +13,12 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+SERVERS = ("gcs_server", "raylet")
+"""Processes of a cluster, in Ray's words, without which it is none."""
 IGNORE = 1
 """SIG_IGN of signal(2)."""
 
@@ -41,12 +44,29 @@ def ignore_sigterm() -> None:
         ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(IGNORE))
 
 
+def lost_process() -> str | None:
+    """Why the private cluster of this process cannot go on, or None: which of its servers ended.
+
+    A node ends with its dashboard agent, and its workers with their node.
+    """
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    if node is None or not node.is_head():
+        return None
+    for kind, process in node.dead_processes():
+        if kind in SERVERS:
+            return f"Ray's {kind} (pid {process.pid}) has ended ({process.returncode}): start again"
+    return None
+
+
 @contextlib.contextmanager
-def killed() -> Iterator[None]:
+def killed(*, first: bool = False) -> Iterator[None]:
     """The processes that descend from this one are killed behind the body, which ends Ray.
 
-    Ray's own way is to send SIGTERM to one after the other and to wait a second for each; and of
-    those that its raylet has started, some outlive a raylet that is killed.
+    first: before it, because they do not answer. Ray's own way is to send SIGTERM to one after the
+    other and to wait a second for each; and of those that its raylet has started, some outlive a
+    raylet that is killed.
     """
     from ray._private import worker
 
@@ -54,8 +74,15 @@ def killed() -> Iterator[None]:
     if node is not None:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **how: kill(**{**how, "allow_graceful": False})
+    if first:
+        _kill(ours)
     yield
-    for pid, began in ours.items():
+    _kill(ours)
+
+
+def _kill(processes: Mapping[int, str]) -> None:
+    """processes: their ids, and when each began; those that have ended since are left alone."""
+    for pid, began in processes.items():
         if _stat(pid)[1:] == (began,):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -199,6 +199,8 @@ class ServeSpec:
     """PEM file with the server's certificate, its chain and its private key; null: no TLS."""
     request_timeout_s: Seconds = 30.0
     """Longest time that the headers of a request may take to arrive, and then its body."""
+    reader_timeout_s: Seconds = 120.0
+    """Longest time that a client may read nothing of an answer that is there."""
     client_connections: Annotated[int, Meta(ge=0)] = 512
     """Most connections of one address; 0: any number, as behind a proxy of your own."""
     queue_timeout_s: Seconds = 60.0

@@ -7,6 +7,7 @@ Also here: how an error becomes an answer, in the form of the API that was asked
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import time
@@ -24,6 +25,10 @@ from outrider.actors.cluster.haproxy_start import INSTANCE_HEADER
 from outrider.actors.cluster.spec import ServeSpec
 from outrider.actors.http.bodies import ApiError
 from outrider.actors.http.dialects.messages_writer import error_object
+
+
+class ClientTooSlowError(OSError):
+    """A client has read nothing of its answer for serve.reader_timeout_s."""
 
 
 class AuthMiddleware:
@@ -50,6 +55,31 @@ class AuthMiddleware:
             await self._inner(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        limited = self._limited(receive)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                self._answered(getattr(route, "path", "unknown"), message["status"])
+            try:
+                async with asyncio.timeout(self._serve.reader_timeout_s):
+                    await send(message)
+            except TimeoutError:  # the server closes the connection then
+                raise ClientTooSlowError from None
+
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path.endswith("/"):
+            path = path.rstrip("/") or "/"
+            scope = {**scope, "path": scope.get("root_path", "") + path}
+        refusal = self._refusal(path, headers)
+        if refusal is None:
+            with contextlib.suppress(ClientTooSlowError):
+                await self._inner(scope, limited, counted)
+        else:
+            await (await error_response(Request(scope), refusal))(scope, receive, counted)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """receive, until the body is whole: ApiError for one that is too large or too slow."""
         size, is_whole = 0, False
         deadline_s = time.monotonic() + self._serve.request_timeout_s
 
@@ -69,21 +99,7 @@ class AuthMiddleware:
                 raise self._too_large()
             return message
 
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                route = scope.get("route")
-                self._answered(getattr(route, "path", "unknown"), message["status"])
-            await send(message)
-
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path.endswith("/"):
-            path = path.rstrip("/") or "/"
-            scope = {**scope, "path": scope.get("root_path", "") + path}
-        refusal = self._refusal(path, headers)
-        if refusal is None:
-            await self._inner(scope, limited, counted)
-        else:
-            await (await error_response(Request(scope), refusal))(scope, receive, counted)
+        return limited
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
         """What is wrong with a request that its headers tell, or None."""

@@ -132,3 +132,53 @@ def test_nothing_outlives_a_server_that_is_killed(repo: Path) -> None:
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["raylet", "ray::DashboardAgent", "gcs_server"])
+def test_a_server_that_loses_a_part_of_ray_says_so_and_ends(repo: Path, name: str) -> None:
+    """Within 30 s, and without a process of it. Where replicas are left, streams end with an error
+    event."""
+    port = free_port()
+    body = {"prompt": "a", "max_tokens": 3500, "stream": True, "ignore_eos": True}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with serve_command(repo, port) as process:
+        footprint = Footprint.of(process.pid)
+        (lost,) = [one for one in footprint.processes if one.name() == name]
+        lines: list[str] = []
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.stream("POST", url, json=body, timeout=60) as stream,
+        ):
+            for line in stream.iter_lines():
+                if not lines:
+                    lost.kill()
+                lines.append(line)
+        _, err = process.communicate(timeout=30)
+        part = "gcs_server" if name == "gcs_server" else "raylet"
+        assert process.returncode == 1
+        assert f"EngineDeadError: Ray's {part} (pid " in err
+        assert "Traceback" not in err
+        footprint.wait_until_gone()
+        if name == "gcs_server":
+            *_, error, done = [line for line in lines if line]
+            assert '"code":"draining"' in error
+            assert done == "data: [DONE]"
+
+
+@pytest.mark.slow
+def test_an_haproxy_that_is_killed_is_back_within_seconds_and_never_says_404(repo: Path) -> None:
+    port = free_port()
+    with serve_command(repo, port) as process:
+        family = Footprint.of(process.pid).processes
+        next(one for one in family if one.name() == "haproxy").kill()
+        killed_s, seen = time.monotonic(), []
+        while not seen or seen[-1] != 200:
+            assert time.monotonic() - killed_s < 8, seen  # 4 s where nothing else runs
+            with contextlib.suppress(httpx.TransportError):
+                seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code)
+            time.sleep(0.05)
+        assert set(seen) <= {503, 200}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

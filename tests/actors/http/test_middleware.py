@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import gzip
 import json
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
+from outrider.actors.cluster.haproxy_start import INSTANCE_HEADER
 from tests.actors.http.local_server import body, run, serving
 
 KEY = "sk-correct"
@@ -58,6 +61,37 @@ def test_sizes_have_limits() -> None:
             assert most.json()["usage"]["completion_tokens"] == 62
             assert most.json()["choices"][0]["finish_reason"] == "length"
             assert driver.stats()["active"] == 0
+
+    run(work)
+
+
+def test_a_body_that_does_not_come_is_408() -> None:
+    async def work() -> None:
+        async with serving(serve={"request_timeout_s": 0.3}) as (client, _, _):
+
+            async def never() -> AsyncIterator[bytes]:
+                yield b'{"prompt": '
+                await asyncio.sleep(20)
+
+            got = await client.post("/v1/completions", content=never())
+            assert got.status_code == 408
+            assert "serve.request_timeout_s = 0.3 s" in got.json()["error"]["message"]
+            slow = await client.post("/v1/completions", json=body(max_tokens=50))
+            assert slow.status_code == 200  # the time of an answer does not count
+
+    run(work)
+
+
+def test_what_another_servers_proxy_sends_is_503() -> None:
+    async def work() -> None:
+        async with serving() as (client, _, endpoints):
+            own = {INSTANCE_HEADER: "ours"}
+            guarded: Any = endpoints.app
+            guarded._instance = "ours"
+            for headers, status in ((own, 200), ({}, 503), ({INSTANCE_HEADER: "other"}, 503)):
+                got = await client.get("/v1/models", headers=headers)
+                assert got.status_code == status
+            assert (got.json()["error"]["code"], got.headers["retry-after"]) == ("unavailable", "1")
 
     run(work)
 
