@@ -13,8 +13,7 @@ GROUP = "tests/parallel/test_group.py::test_"
 HAPROXY = "tests/actors/cluster/test_haproxy.py::test_"
 MIDDLEWARE = "tests/actors/http/test_middleware.py::test_"
 READERS = (
-    "tests/actors/http/test_slow_readers.py::"
-    "test_a_hundred_clients_that_stop_reading_hold_nobody_up"
+    "tests/actors/http/test_slow_readers.py::test_a_client_that_reads_nothing_for_long_is_closed"
 )
 READING = "tests/actors/http/test_reading.py::test_"
 

@@ -45,12 +45,17 @@ async def serving(
     serve: dict[str, Any] | None = None,
     runner: Counting | None = None,
     folder: Path = TINY,
+    send_bytes: int | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Driver, Endpoints]]:
     ranks = ThreadRanks([runner or Counting(chunk=chunk, step_s=step_s)])
     bounds = limits(**{"vocab_size": VOCAB, **changes})
     async with (
-        listening(ranks, bounds, keys, serve or {}, folder) as (url, driver, endpoints),
+        listening(ranks, bounds, keys, serve or {}, folder, send_bytes) as (
+            url,
+            driver,
+            endpoints,
+        ),
         httpx.AsyncClient(base_url=url, timeout=20) as client,
     ):
         yield client, driver, endpoints
@@ -63,9 +68,10 @@ async def listening(
     keys: Sequence[str],
     serve: Mapping[str, Any],
     folder: Path = TINY,
+    send_bytes: int | None = None,
 ) -> AsyncIterator[tuple[str, Driver, Endpoints]]:
     """A server over these ranks -> its address, its driver, its endpoints. folder: of the tokenizer
-    and the chat template."""
+    and the chat template. send_bytes: what the system holds for a client that does not read."""
     tokenizer = Tokenizer(folder)
     once = RecoverySpec(max_losses=0)
     driver = Driver(bounds, lambda: ranks, recovery=once, load_text=lambda: tokenizer)
@@ -82,6 +88,8 @@ async def listening(
     # The sockets it accepts inherit this. asyncio sets it on its own listeners alone; without it an
     # answer waits 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+    if send_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     server = uvicorn.Server(uvicorn.Config(endpoints.app, log_level="error", lifespan="off"))
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

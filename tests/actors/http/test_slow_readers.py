@@ -3,56 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from typing import Any
 
+import httpx2 as httpx
 import psutil
 
 from tests.actors.http.local_server import body, run, serving, until
 
-READERS, TOKENS = 100, 1500
-"""With 20 log probabilities a token, an answer has some 2 MB."""
+READERS = 100
 
 
-def request(host: str) -> bytes:
-    asked = body(max_tokens=TOKENS, stream=True, logprobs=20, n=1, ignore_eos=True)
-    data = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+@contextlib.contextmanager
+def stopped_reader(url: httpx.URL, max_tokens: int) -> Iterator[socket.socket]:
+    """A client that has asked for a stream and reads none of it."""
+    data = json.dumps(body(max_tokens=max_tokens, stream=True, ignore_eos=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect((url.host, url.port))
+        one.sendall(head.encode() + data)
+        yield one
 
 
 def test_a_hundred_clients_that_stop_reading_hold_nobody_up() -> None:
     """The ranks finish all answers, in memory that is bounded, and a client that reads is answered
-    meanwhile; those that read nothing for a second are closed."""
+    meanwhile."""
 
     async def work() -> None:
-        sizes = {"max_slots": 8, "max_model_len": 2000, "num_pages": 3000, "max_queue": 200}
-        async with serving(**sizes, serve={"reader_timeout_s": 1.0}) as (client, driver, endpoints):
-            url = client.base_url
-            with ExitStack() as sockets:
-                readers = []
-                for _ in range(READERS):
-                    one = sockets.enter_context(socket.socket())
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    one.connect((url.host, url.port))
-                    one.sendall(request(url.host))
-                    readers.append(one)
-                await until(lambda: driver.stats()["requests_submitted"] >= READERS, 30)
-                before = psutil.Process().memory_info().rss
-                started_s = time.monotonic()
-                got = await client.post("/v1/completions", json=body(priority=-1))
-                assert got.status_code == 200
-                assert time.monotonic() - started_s < 10
-                await until(lambda: driver.stats()["active"] + driver.stats()["queued"] == 0, 60)
-                assert driver.stats()["requests_finished"] >= READERS
-                assert psutil.Process().memory_info().rss - before < 1 << 30
-                await until(lambda: endpoints.drain() == 0, 20)
-                ends = await asyncio.to_thread(lambda: [read_all(one)[-8:] for one in readers[:3]])
-                assert all(b"[DONE]" not in end for end in ends)
+        sizes: dict[str, Any] = {"max_slots": 8, "max_model_len": 2000, "num_pages": 3000}
+        async with serving(**sizes, max_queue=200, send_bytes=4096) as (client, driver, _):
+            readers = [stopped_reader(client.base_url, 1500) for _ in range(READERS)]
+            for one in readers:
+                one.__enter__()
+            await until(lambda: driver.stats()["requests_submitted"] >= READERS, 30)
+            before = psutil.Process().memory_info().rss
+            started_s = time.monotonic()
+            got = await client.post("/v1/completions", json=body(priority=-1))
+            assert got.status_code == 200
+            assert time.monotonic() - started_s < 10
+            await until(lambda: driver.stats()["active"] + driver.stats()["queued"] == 0, 60)
+            assert driver.stats()["requests_finished"] >= READERS
+            assert psutil.Process().memory_info().rss - before < 256 << 20
+            for one in readers:
+                one.__exit__(None, None, None)
 
     run(work, limit_s=150)
+
+
+def test_a_client_that_reads_nothing_for_long_is_closed() -> None:
+    """Its answer is larger than what the system and the server hold for a client, 64 KiB each."""
+
+    async def work() -> None:
+        sizes: dict[str, Any] = {"max_slots": 2, "max_model_len": 45_000, "num_pages": 6000}
+        how: dict[str, Any] = {"serve": {"reader_timeout_s": 1.0}, "send_bytes": 4096}
+        async with serving(**sizes, **how) as (client, driver, endpoints):
+            with stopped_reader(client.base_url, 40_000) as one:
+                await until(lambda: driver.stats()["requests_submitted"] == 1)
+                await until(lambda: driver.stats()["active"] == 0, 60)
+                with contextlib.suppress(TimeoutError):
+                    await until(lambda: endpoints.drain() == 0, 10)
+                assert endpoints.drain() == 0
+                assert b"[DONE]" not in await asyncio.to_thread(read_all, one)
+
+    run(work, limit_s=100)
 
 
 def read_all(one: socket.socket) -> bytes:
