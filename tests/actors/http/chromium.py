@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 """Longest wait for the browser, and for what is waited for in a page."""
 LAUNCH = """
 import fcntl, os, sys
