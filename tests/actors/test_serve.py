@@ -199,7 +199,8 @@ def test_the_examples_of_the_documentation_run(served: Served, repo: Path) -> No
     )
     shell = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert (len(shell), len(code)) == (2, 1)
+    # The second piece of Python is for models whose chat template has words for tools.
+    assert (len(shell), len(code)) == (2, 2)
     out = [
         subprocess.run(
             ["bash", "-c", one], capture_output=True, text=True, check=True, timeout=60
