@@ -129,8 +129,9 @@ def test_what_drains_too_long_ends_with_an_error_that_says_so() -> None:
             await until(lambda: driver.stats()["active"] == 2)
             assert endpoints.drain(cut=True) == 2
             got = await unary
-            *_, last, done = await stream
-            assert (got.status_code, done) == (503, "[DONE]")
+            told = await stream
+            assert (got.status_code, told[-1]) == (503, "[DONE]")
+            last = told[-2]
             for error in (got.json()["error"], last["error"]):
                 assert error["code"] == "draining"
                 assert "serve.drain_timeout_s = 60 s" in error["message"]
@@ -149,8 +150,10 @@ def test_a_dead_engine_is_503_and_ends_streams_with_its_reason() -> None:
             unary = asyncio.ensure_future(client.post("/v1/completions", json=body(max_tokens=150)))
             await until(lambda: driver.stats()["active"] == 2)
             ranks.runners[0].error = RuntimeError("the card is on fire")
-            *_, last, done = await stream
-            assert (last["error"]["code"], done) == ("engine_dead", "[DONE]")
+            told = await stream
+            assert told[-1] == "[DONE]"
+            last = told[-2]
+            assert last["error"]["code"] == "engine_dead"
             assert "the card is on fire" in last["error"]["message"]
             assert (await unary).status_code == 503
             late = await client.post("/v1/completions", json=body())
