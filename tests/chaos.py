@@ -223,6 +223,10 @@ class Injector:
         self.recovery_s: list[float] = []
         driver = psutil.Process(engine.stats()["driver"]["pid"])
         self._raylet = driver.parent()
+        mine = {rank["pid"] for rank in engine.stats()["ranks"]}
+        self._others: set[int] = set()
+        self._others = {rank.pid for rank in self._ranks()} - mine
+        """Ranks of other engines on the same cluster."""
 
     @property
     def num_faults(self) -> int:
@@ -281,7 +285,7 @@ class Injector:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if self._doing(process) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-        return found
+        return [process for process in found if process.pid not in self._others]
 
     def _doing(self, process: psutil.Process) -> str:
         """The method of RankActor that a process runs; Ray writes it into the command line."""
