@@ -189,31 +189,34 @@ def test_what_a_model_or_a_person_writes_is_never_html(browser: Chromium, tmp_pa
         assert tab.problems == []
 
 
-def test_an_answer_that_is_stopped_ends_on_the_server_and_stays(
-    browser: Chromium, server: TinyServer
-) -> None:
-    tab = opened(browser, server)
-    tab.fill("[data-field=max_tokens]", "")
-    stops = (lambda: tab.press("Escape", 27), lambda: tab.click("#send"))
-    for number, stop in enumerate(stops):
-        send(tab, FIRST)
-        tab.wait_for("document.querySelectorAll('.turn[aria-busy] .draft').length > 3")
-        tab.wait_for("document.querySelector('#slots').textContent === '1 of 4'")
-        assert tab.evaluate("document.querySelector('#send').ariaLabel") == "Stop"
-        stop()
-        tab.wait_for("!document.querySelector('[aria-busy]')")
-        tab.poll(lambda: server.driver.stats()["active"] == 0, "the server has stopped")
-        assert tab.evaluate("document.querySelectorAll('.figures').length") == number + 1
-        assert tab.evaluate("document.querySelectorAll('.problem').length") == 0
-    texts = tab.evaluate(
-        "[...document.querySelectorAll('.turn > .answer')].map((a) => a.textContent)"
-    )
-    tab.fill("[data-field=max_tokens]", "60")
-    messages = said(FIRST, texts[0], FIRST, texts[1], SECOND)
-    choices = events_of(server, "chat/completions", messages=messages)
-    answer(tab, SECOND)
-    assert shown_sources(tab) == right_sources(choices)
-    assert tab.problems == []
+def endless() -> Scripted:
+    """Ranks whose answers last for a minute."""
+    runner = Scripted("word " * 900)
+    runner.step_s, runner.chunk = 0.2, 2048
+    return runner
+
+
+def test_an_answer_that_is_stopped_ends_on_the_server_and_stays(browser: Chromium) -> None:
+    with closing(TinyServer(runner=endless())) as server:
+        tab = opened(browser, server)
+        tab.fill("[data-field=max_tokens]", "")
+        stops = (lambda: tab.press("Escape", 27), lambda: tab.click("#send"))
+        for number, stop in enumerate(stops):
+            send(tab, FIRST)
+            tab.wait_for("document.querySelectorAll('.turn[aria-busy] .draft').length > 1")
+            tab.wait_for("document.querySelector('#slots').textContent === '1 of 4'")
+            assert tab.evaluate("document.querySelector('#send').ariaLabel") == "Stop"
+            stop()
+            tab.wait_for("!document.querySelector('[aria-busy]')")
+            tab.poll(lambda: server.driver.stats()["active"] == 0, "the server has stopped")
+            assert tab.evaluate("document.querySelectorAll('.figures').length") == number + 1
+            assert tab.evaluate("document.querySelectorAll('.problem').length") == 0
+            assert server.driver.stats()["requests_aborted"] == number + 1
+        texts = tab.evaluate(
+            "[...document.querySelectorAll('.turn > .answer')].map((a) => a.textContent)"
+        )
+        assert tab.evaluate("messages") == said(FIRST, texts[0], FIRST, texts[1])
+        assert tab.problems == []
 
 
 def test_a_key_is_asked_for_and_kept_nowhere(browser: Chromium) -> None:
@@ -233,7 +236,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser: Chromium) -> None:
 
 
 def test_errors_of_the_server_are_shown(browser: Chromium) -> None:
-    with closing(TinyServer()) as server:
+    with closing(TinyServer(runner=endless())) as server:
         tab = opened(browser, server)
         tab.fill("[data-field=min_p]", "7")
         answer(tab, FIRST)
@@ -241,7 +244,7 @@ def test_errors_of_the_server_are_shown(browser: Chromium) -> None:
         tab.fill("[data-field=min_p]", "")
         tab.fill("[data-field=max_tokens]", "")
         send(tab, FIRST)
-        tab.wait_for("document.querySelectorAll('[aria-busy] .draft').length > 3")
+        tab.wait_for("document.querySelectorAll('[aria-busy] .draft').length > 1")
         server.call(server.endpoints.drain, cut=True)
         tab.wait_for("!document.querySelector('[aria-busy]')")
         assert "shuts down" in tab.text(".problem")
