@@ -139,14 +139,15 @@ def test_a_replica_whose_ranks_are_lost_for_good_is_replaced(served: Served) -> 
     """Its stream ends with the rank's own error, its health is red, and another one answers."""
     overrides = {"model": str(TINY), "tensor_parallel": 1, "max_losses": 0}
     serve.run(application(serving_spec(None, overrides)), name="mortal", route_prefix="/mortal")
-    root, body = served.root + "/mortal", {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    root, body = served.root + "/mortal", {"prompt": "a", "max_tokens": 3900, "ignore_eos": True}
     try:
         first = httpx.get(root + "/health").json()
         with httpx.stream("POST", root + "/v1/completions", json=body | {"stream": True}) as stream:
             lines = (line for line in stream.iter_lines() if line)
             assert "choices" in next(lines)
             os.kill(first["ranks"][0]["pid"], signal.SIGKILL)
-            *_, last = lines
+            *_, last, end = lines
+        assert end == "data: [DONE]"
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "engine_dead"
         assert re.search(rf"rank 0 \(pid {first['ranks'][0]['pid']}\) died", error["message"])
