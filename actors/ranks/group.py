@@ -32,6 +32,7 @@ from outrider.actors.errors import EngineDeadError
 from outrider.actors.ranks.actor import RankActor
 from outrider.actors.ranks.connection import Connection, Connector
 from outrider.actors.ranks.messages import DRIVER, Commands, Hello, Loading
+from outrider.actors.ranks.processes import ProcessId
 from outrider.actors.ranks.rank import Location, RankSetup, Rendezvous
 from outrider.model.config import ConfigError, RunConfig
 from outrider.model.step import StepEvent
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 GRACE_S = 0.3
 """After the first failure, how long other ranks may still report one nearer to the cause."""
 KILL_TIMEOUT_S = 10.0
+RAY_KILL_S = 1.0
+"""How long Ray may take to kill ranks. Of those that end otherwise it tells all its drivers, on
+their stdout, as of a failure; but it takes 5 s to kill a process that was stopped."""
 USER_ERRORS = {"ConfigError", "DeviceError", "AffinityError", "PlacementError"}
 
 
@@ -280,19 +284,26 @@ class RankGroup:
         here = ray.get_runtime_context().get_node_id()
         places = [place for place in self._places.values() if place.node == here]
         processes = [place.process for place in places]
-        for process in processes:
-            process.kill()  # Ray takes 5 s to kill a process that was stopped
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while living := [process.pid for process in processes if not process.has_ended()]:
-            if time.monotonic() > deadline:
+        if await _living(processes, RAY_KILL_S):
+            for process in processes:
+                process.kill()
+            if living := await _living(processes, KILL_TIMEOUT_S):
                 log.error("ranks with pids %s outlive their kill", living)
-                break
-            await asyncio.sleep(0.01)
         for path in (path for place in places for path in place.leftovers):
             with contextlib.suppress(FileNotFoundError):
                 (shutil.rmtree if os.path.isdir(path) else os.unlink)(path)
         if not self._connector.context.closed:
             self._connector.close()
+
+
+async def _living(processes: Sequence[ProcessId], limit_s: float) -> list[int]:
+    """The pids of those that have not ended after so many seconds; returns early without any."""
+    deadline = time.monotonic() + limit_s
+    while living := [process.pid for process in processes if not process.has_ended()]:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.01)
+    return living
 
 
 async def _value(ref: Any) -> Any:
