@@ -377,8 +377,7 @@ class Executor:
 
     def set_lasts(self, lasts: dict[int, int]) -> None:
         """Go on behind tokens that are known already, by slot, in place of prefill's first ones."""
-        send = self.device.send
-        slots, tokens = (send(torch.tensor(list(part))) for part in (lasts, lasts.values()))
+        slots, tokens = (self.slots.ints(list(part)) for part in (lasts, lasts.values()))
         self.slots.last[slots] = tokens
         self.slots.fresh[slots, 0] = tokens
 

@@ -174,17 +174,22 @@ class Runner:
         taken = min(batch.num_drafts, depth)
         fetched = self.device.fetch(results)
         hiddens = self.executor.slots.hidden  # of this iteration, until the next is launched
-        named = self._named([(r, hiddens[r.slot, : batch.num_drafts + 1]) for r in requests])
+        rows = batch.num_drafts + 1
+        named = self._named(requests, lambda index: hiddens[requests[index].slot, :rows])
         return replace(step, iteration=InFlight(fetched, requests, limits, taken, named))
 
-    def _named(self, rows: Iterable[tuple[RunningRequest, Tensor]]) -> dict[int, Fetched]:
-        """The log probabilities of the ids that requests name, by index in `rows`: the requests,
-        and the hiddens [N, H] that made their tokens."""
+    def _named(
+        self, requests: Sequence[RunningRequest], hidden_of: Callable[[int], Tensor]
+    ) -> dict[int, Fetched]:
+        """The log probabilities of the ids that requests name, by index of the request.
+
+        hidden_of: index -> the hiddens [N, H] that made its tokens. Only asked where ids are named.
+        """
         return {
             index: self.device.fetch(
-                [self.executor.score_ids(hidden, request.sampling.logprob_ids)]
+                [self.executor.score_ids(hidden_of(index), request.sampling.logprob_ids)]
             )
-            for index, (request, hidden) in enumerate(rows)
+            for index, request in enumerate(requests)
             if request.sampling.logprob_ids
         }
 
@@ -239,7 +244,7 @@ class Runner:
             self._allow(request, [], 0)
         features = self.packer.first_features([request.sampling for request in requests])
         picked = self.executor.pick_firsts(slots, features, tokens, hidden)
-        named = self._named(zip(requests, hidden.split(1)))
+        named = self._named(requests, lambda index: hidden[index : index + 1])
         step.firsts.append(InFlight(self.device.fetch(picked), requests, named=named))
 
     def _score(self, group: PaddedSpans, chunk: PromptChunk, hidden: Tensor) -> Iterator[InFlight]:

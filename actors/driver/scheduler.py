@@ -177,6 +177,8 @@ class Scheduler:
         grows = self._grow_all()
         commands: list[Command] = [*self._leaves, *grows]
         self._leaves.clear()
+        if not self._waiting:
+            return commands
         reserved = sum(self._pages_to_come(request) for request in self._running.values())
         awaiting: dict[int, Request] = {}
         while self.blocks.free_slots > len(awaiting) and (request := self._next()) is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-ANTHROPIC_UNUSED = frozenset({
+MESSAGES_UNUSED = frozenset({
     "cache_control", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id",
     "workspace_id",
 })  # fmt: skip
@@ -30,8 +30,8 @@ UNUSED: Mapping[str, frozenset[str]] = {
     "FunctionCall": frozenset({"id", "status"}),
     "FunctionCallOutput": frozenset({"id", "status", "name"}),
     "ReasoningItem": frozenset({"id", "status"}),
-    "MessagesBody": ANTHROPIC_UNUSED,
-    "CountTokensBody": ANTHROPIC_UNUSED,
+    "MessagesBody": MESSAGES_UNUSED,
+    "CountTokensBody": MESSAGES_UNUSED,
     "Tool": frozenset({"cache_control", "eager_input_streaming", "input_examples", "strict"}),
     "Thinking": frozenset({"budget_tokens"}),
     "TextBlock": frozenset({"cache_control", "citations"}),
@@ -52,7 +52,7 @@ KEEP_CONTEXT = (
     {"edits": []},
     {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
 )
-"""Of Anthropic's API: nothing of the conversation is to be dropped."""
+"""Of /v1/messages: nothing of the conversation is to be dropped."""
 NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "Settings": {
         "add_special_tokens": (False,),

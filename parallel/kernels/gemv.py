@@ -3,9 +3,10 @@
     load some of the weight of 16 columns -> wait for the kernel before ->
     multiply a step, load a step of the weight further on, ... -> sum -> y
 
-A program has several steps of its weight in flight throughout; asking the L2 cache for more before
-the wait makes the product half as fast. The warps share K, so no sum goes through memory. A thread
-loads 16 bytes at a time, in an order that makes them its operands of m16n8k16 (_operand).
+A program has several steps of its weight in flight throughout. Asking the L2 cache for more before
+the wait made products up to twice as slow (docs/log.md). The warps share K, so no sum goes through
+memory. A thread loads 16 bytes at a time, in an order that makes them its operands of the
+instruction m16n8k16 (_operand).
 Letters: N rows | K inner width | O, i columns of a result
 """
 

@@ -49,8 +49,6 @@ HELD_DEPTH = 512
 """How much of K a program loads into shared memory before the rows are there, in 4 steps of 128."""
 HELD_ROWS = 32
 """The most rows of a product whose programs do that."""
-PROCESSORS = 132
-"""Of an H200. Products with FP8 weights are split into programs that all run at once."""
 BLOCK_DEPTH = 128
 """The most columns of an FP8 weight that a program reads in one step."""
 SWIGLU_PIECE = 1024
@@ -94,7 +92,8 @@ def blocks_tiling(
     """As rows_tiling, for an FP8 weight in blocks of so many columns. A step lies in one block."""
     depth = min(BLOCK_DEPTH, block_columns & -block_columns) * bytes_each
     few = num_rows <= HELD_ROWS
-    width, programs = (64, 3 * PROCESSORS) if few else (128, 2 * PROCESSORS)
+    # Split into programs that all run at once.
+    width, programs = (64, 3 * gemv.PROCESSORS) if few else (128, 2 * gemv.PROCESSORS)
     tiles = triton.cdiv(columns, width) * triton.cdiv(num_rows, MAX_ROWS)
     split = min(max(4 if few else 6, programs // tiles), inner // LEAST_DEPTH)
     warps, stages = (4, 4) if few else (8, 3)
